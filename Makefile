@@ -1,0 +1,47 @@
+# Every target sets up .venv itself; python3, pip and make are all a machine needs.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.complete
+
+.PHONY: venv demo test check check-fast bench format clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[demo,tensorboard,bench,dev]"
+	@touch $@
+
+demo: venv
+	$(BIN)/pliant demo
+
+# Everything: style, types, all tests.
+test: check
+
+check: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest
+
+# Style, types and the tests that need no second process.
+check-fast: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -m "not slow"
+
+# torchft's own requirements would replace torch, hence --no-deps in benchmarks/install.sh.
+bench: venv
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh benchmarks/install.sh
+	$(BIN)/python -m benchmarks harvest --json docs/results/harvest.json
+	$(BIN)/python -m benchmarks overhead --json docs/results/overhead.json
+
+format: venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis runs

@@ -1,0 +1,86 @@
+"""``python -m benchmarks harvest|overhead [--quick] [--json FILE] [--only NAME …]`` and ``table FILE``.
+
+Question  Are the targets met on this machine?
+Holds     The exit status is 0 only if every judged target is met.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import harvest, overhead, report
+from benchmarks.judge import judge, read_targets
+from benchmarks.results import Results, machine, read, write
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Judge Pliant by its targets.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("harvest", "overhead"):
+        command = commands.add_parser(name)
+        command.add_argument("--quick", action="store_true", help="the same targets in under 15 minutes")
+        command.add_argument("--json", type=Path, metavar="FILE", help="write every repeat here")
+        command.add_argument("--only", nargs="+", default=[], metavar="NAME", help="systems, models, clusters or parts")
+    table = commands.add_parser("table", help="the tables of a results file as markdown")
+    table.add_argument("file", type=Path)
+    return parser.parse_args()
+
+
+def _harvested(quick: bool, only: list[str], console: Console) -> tuple[Results, frozenset[str]]:
+    chosen = harvest.selection(only)
+    facts = machine()
+    runs = harvest.measure(harvest.QUICK if quick else harvest.FULL, chosen, console.log)
+    asked = frozenset({*chosen.systems, *chosen.models, *chosen.clusters, "solo"})
+    return Results("harvest", quick, facts, runs), asked
+
+
+def _overheads(quick: bool, only: list[str], console: Console) -> tuple[Results, frozenset[str]]:
+    parts = overhead.selection(only)
+    schedule = overhead.QUICK if quick else overhead.FULL
+    facts = machine()
+    runs = overhead.measure(schedule, parts, console.log)
+    memory = overhead.measure_memory(schedule, parts, console.log)
+    systems = {"alone": overhead.ALONE, "pair": overhead.PAIR, "memory": overhead.MEMORY}
+    asked = frozenset({*(name for part in parts for name in systems[part]), "small", "large", "real"})
+    return Results("overhead", quick, facts, runs, memory), asked
+
+
+def main() -> int:
+    arguments = _arguments()
+    if arguments.command == "table":
+        results = read(arguments.file)
+        print("\n".join(report.markdown(sheet) for sheet in report.sheets(results)))
+        print(report.facts(results))
+        return 0
+    console = Console(log_path=False)
+    measure = _harvested if arguments.command == "harvest" else _overheads
+    try:
+        results, asked = measure(arguments.quick, arguments.only, console)
+    except ValueError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 2
+    if arguments.json is not None:
+        write(results, arguments.json)
+    return _show(results, asked, console)
+
+
+def _show(results: Results, asked: frozenset[str], console: Console) -> int:
+    targets = read_targets()
+    verdicts = judge(results, targets.target, asked)
+    conditions = judge(results, targets.condition, asked)
+    for sheet in report.sheets(results):
+        console.print(report.terminal(sheet))
+    if conditions:
+        console.print(report.terminal(report.verdict_sheet("Conditions", ("holds", "fails"), conditions)))
+    for verdict in verdicts:
+        console.print(
+            f"[bold]{'met' if verdict.met else 'missed'}[/]  {verdict.name}: {verdict.detail}", soft_wrap=True
+        )
+    console.print(report.facts(results))
+    return 0 if all(verdict.met for verdict in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Results as tables: for the terminal and, in the same shape, for the documentation.
+
+Holds     Every system asked for has a row. One that failed shows the reason where its figures would be.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from rich.table import Table
+
+from benchmarks.judge import Verdict, harvest_of, middle
+from benchmarks.ratios import paired
+from benchmarks.results import Results
+
+NAMES = {
+    "solo": "sum of solo speeds",
+    "limit": "no communication (the limit)",
+    "pliant_floating": "Pliant, floating batch",
+    "pliant_fixed": "Pliant, batch 64",
+    "oracle": "DDP, oracle shares",
+    "ddp": "DDP, equal shares",
+    "accumulate": "DDP, 4-fold accumulation",
+    "local_sgd": "Local SGD (8)",
+    "torchft": "torchft over gloo",
+    "plain": "plain PyTorch loop",
+    "pliant_alone": "Pliant, one worker",
+    "memory_plain": "plain PyTorch loop",
+    "memory_none": "Pliant, delay 1, no correction",
+    "memory_lookahead": "Pliant, delay 1, look-ahead",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A table as plain text cells."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def _unique(items: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(items))
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _clusters(results: Results) -> list[str]:
+    return sorted(_unique(cluster for run in results.runs for cluster in run.clusters))
+
+
+def _row(results: Results, system: str, model: str, cells: Iterable[str]) -> tuple[str, ...]:
+    shown = tuple(cells)
+    failures = results.failures(system, model)
+    if failures and all(cell == "–" for cell in shown):
+        shown = (f"failed: {failures[0]}", *("" for _ in shown[1:]))
+    return (NAMES.get(system, system), *shown)
+
+
+def _harvest_sheets(results: Results, model: str) -> list[Sheet]:
+    systems = [name for name in NAMES if any(run.system == name and run.model == model for run in results.runs)]
+    clusters = _clusters(results)
+
+    def speed(system: str, cluster: str) -> str:
+        harvest = harvest_of(results, system, model, cluster)
+        per_s = middle(results.series(system, model, cluster), "samples_per_s")
+        return "–" if harvest is None else f"{harvest:.3f} ({_number(per_s, 0)}/s)"
+
+    def updates(system: str, cluster: str) -> str:
+        return _number(middle(results.series(system, model, cluster), "updates_per_s"), 1)
+
+    def idle(system: str, cluster: str) -> str:
+        repeats = [figures.idle for figures in results.series(system, model, cluster).values()]
+        shares = [median(worker) for worker in zip(*repeats, strict=True)]
+        return " ".join(f"{share:.2f}" for share in shares) if shares else "–"
+
+    def sheet(title: str, cell: Callable[[str, str], str], shown: list[str]) -> Sheet:
+        rows = [_row(results, name, model, (cell(name, cluster) for cluster in clusters)) for name in shown]
+        return Sheet(f"{title}, {model} model", ("system", *clusters), tuple(rows))
+
+    groups = [name for name in systems if name != "solo"]
+    return [
+        sheet("Harvest (and samples/s)", speed, systems),
+        sheet("Updates/s", updates, groups),
+        sheet("Idle share of each worker", idle, groups),
+    ]
+
+
+def _overhead_sheets(results: Results) -> list[Sheet]:
+    rows: list[tuple[str, ...]] = []
+    for ours, theirs in (("pliant_alone", "plain"), ("pliant_fixed", "ddp"), ("pliant_floating", "ddp")):
+        for model in ("small", "large"):
+            if not any(run.system == ours and run.model == model for run in results.runs):
+                continue
+            series = [results.series(name, model, "real") for name in (ours, theirs)]
+            speeds = [{repeat: found.samples_per_s for repeat, found in one.items()} for one in series]
+            ratio = paired(speeds[0], speeds[1])
+            cells = ["–"] * 3
+            if ratio is not None:
+                per_s = [f"{median(one.values()):.0f}/s" for one in speeds]
+                cells = [*per_s, f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"]
+            row = _row(results, ours, model, cells)
+            rows.append((f"{row[0]} ÷ {NAMES[theirs]}, {model}", *row[1:]))
+    return [Sheet("Speed without emulation", ("", "Pliant", "rival", "ratio [95 %]"), tuple(rows))] if rows else []
+
+
+def _memory_sheets(results: Results) -> list[Sheet]:
+    plain = next((memory for memory in results.memory if memory.system == "memory_plain"), None)
+    if plain is None:
+        return []
+    rows: list[tuple[str, ...]] = []
+    for memory in results.memory:
+        cells = (f"failed: {memory.failure}", "", "")
+        if memory.failure is None:
+            extra = [
+                (memory.tensor_bytes - plain.tensor_bytes) / plain.copy_bytes,
+                (memory.resident_bytes - plain.resident_bytes) / plain.copy_bytes,
+            ]
+            cells = (f"{memory.tensor_bytes / 1e6:.0f} MB", f"{extra[0]:+.2f}", f"{extra[1]:+.2f}")
+        rows.append((NAMES[memory.system], *cells))
+    columns = ("", "tensors at most", "beyond plain, in copies", "peak of the process beyond plain, in copies")
+    return [Sheet("Memory, large model", columns, tuple(rows))]
+
+
+def sheets(results: Results) -> list[Sheet]:
+    """All tables of a benchmark."""
+    if results.benchmark == "harvest":
+        models = _unique(run.model for run in results.runs)
+        return [sheet for model in models for sheet in _harvest_sheets(results, model)]
+    return _overhead_sheets(results) + _memory_sheets(results)
+
+
+def verdict_sheet(title: str, words: tuple[str, str], verdicts: list[Verdict]) -> Sheet:
+    rows = tuple((words[0] if one.met else words[1], one.name, one.detail) for one in verdicts)
+    return Sheet(title, ("", "target", "measured"), rows)
+
+
+def terminal(sheet: Sheet) -> Table:
+    table = Table(*sheet.columns, title=sheet.title, title_justify="left")
+    for row in sheet.rows:
+        table.add_row(*row)
+    return table
+
+
+def markdown(sheet: Sheet) -> str:
+    lines = [f"**{sheet.title}**", "", _line(sheet.columns), _line(["---"] * len(sheet.columns))]
+    return "\n".join([*lines, *(_line(row) for row in sheet.rows), ""])
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def facts(results: Results) -> str:
+    """One line on the machine and the number of repeats."""
+    machine = results.machine
+    repeats = 1 + max((run.repeat for run in results.runs), default=0)
+    per_run = [len(run.clusters) for run in results.runs if run.clusters]
+    windows = f"{fmean(per_run):.0f} windows per run, " if per_run else ""
+    return (
+        f"{machine.cores} cores, {machine.memory_gb} GB, {machine.system}, Python {machine.python}, "
+        f"torch {machine.torch}; {windows}{repeats} repeats{', quick' if results.quick else ''}; "
+        f"load before the start {machine.load_before}"
+    )

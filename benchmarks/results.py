@@ -1,0 +1,102 @@
+"""What a benchmark leaves behind: every repeat, and on what kind of machine.
+
+Holds     The values here are exactly the JSON file: encode and decode are inverse.
+"""
+
+import os
+import platform
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Facts that bear on the figures; nothing that names the machine or its owner."""
+
+    cores: int
+    memory_gb: float
+    python: str
+    torch: str
+    system: str
+    load_before: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One system on one cluster in one repeat."""
+
+    samples_per_s: float
+    updates_per_s: float = 0.0
+    idle: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One system's process set; ``failure`` says why there are no figures."""
+
+    system: str
+    model: str
+    repeat: int
+    clusters: dict[str, Figures] = field(default_factory=dict)
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a process held at most, in bytes; a copy is one set of all weights (or gradients)."""
+
+    system: str
+    tensor_bytes: float = 0.0
+    resident_bytes: float = 0.0
+    copy_bytes: float = 1.0
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """One invocation of one benchmark."""
+
+    benchmark: str
+    quick: bool
+    machine: Machine
+    runs: tuple[Run, ...] = ()
+    memory: tuple[Memory, ...] = ()
+
+    def series(self, system: str, model: str, cluster: str) -> dict[int, Figures]:
+        """Figures by repeat, of the repeats that gave any."""
+        return {
+            run.repeat: run.clusters[cluster]
+            for run in self.runs
+            if run.system == system and run.model == model and cluster in run.clusters
+        }
+
+    def failures(self, system: str, model: str) -> list[str]:
+        """Why this system has no figures, once per failed repeat."""
+        runs = (run for run in self.runs if run.system == system and run.model == model)
+        return [run.failure for run in runs if run.failure is not None]
+
+
+def machine() -> Machine:
+    """The machine this process runs on."""
+    import torch
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Machine(
+        cores=os.cpu_count() or 1,
+        memory_gb=round(memory / 2**30, 1),
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        system=platform.system(),
+        load_before=round(os.getloadavg()[0], 2),
+    )
+
+
+def write(results: Results, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+
+
+def read(file: Path) -> Results:
+    return msgspec.json.decode(file.read_bytes(), type=Results)

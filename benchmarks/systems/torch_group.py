@@ -1,0 +1,24 @@
+"""How the rivals that use torch.distributed form their group: gloo over loopback."""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.worker import Worker
+
+
+def form_group(worker: Worker) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{worker.directory}/rendezvous",
+        rank=worker.index,
+        world_size=worker.plan.workers,
+        timeout=timedelta(seconds=60),
+    )
+
+
+def wrapped(worker: Worker) -> DistributedDataParallel:
+    """DDP at its best here: no copy between gradients and buckets, buckets as torch chooses them."""
+    form_group(worker)
+    return DistributedDataParallel(worker.model, gradient_as_bucket_view=True)

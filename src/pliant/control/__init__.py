@@ -1,0 +1,1 @@
+"""control: typed messages between workers and the coordinator; no policy, no torch."""

@@ -1,0 +1,1 @@
+"""core decides: pure functions over frozen values. No torch, time, random, os, sockets, threads or logging."""

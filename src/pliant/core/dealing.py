@@ -1,0 +1,163 @@
+"""How free positions are dealt to the workers.
+
+Question  Which micro-batches does each worker get next, so that nobody runs dry and all finish together?
+Holds     A fixed batch is dealt exactly, contribution by contribution, in shares by pace. An open batch is dealt
+          ahead of need; near the end each worker gets at most half of its part of what is left, so that deals
+          shrink geometrically and the last ones end together.
+Source    Guided self-scheduling (Polychronopoulos and Kuck 1987) for the end; the rest ours,
+          docs/design/0001-data.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pliant.core import ledger as positions
+from pliant.core.ledger import Ledger
+from pliant.core.pace import Pacing
+from pliant.core.shares import apportion, cut, entitlements, shares
+
+# What an open batch deals ahead, in rounds: the contribution in progress, the next one, and as much again for
+# a round that takes twice as long because somebody slowed down.
+_ROUNDS_AHEAD = 4.0
+# What it needs at least: what a hand holds was computed in part since the last hand-in, and the next deal comes
+# a round from now.
+_ROUNDS_NEEDED = 2.0
+# ... and in micro-batches, for rounds that are shorter than one of them.
+_MICRO_BATCHES_AHEAD = 3
+# No micro-batch of a single sample where it can be helped: BatchNorm cannot train on one.
+_LEAST = 2
+# Cut into parts of at most three, any two samples or more leave no single one over.
+_SMALLEST = 3
+# An open batch cuts a slow worker's micro-batches down to this part of the size it asked for, not further: below,
+# running statistics and the device's efficiency suffer more than a longer round costs.
+_SMALLEST_PART = 4
+# A loader that wants more rounds than this in advance gets no more: shares must not lag further behind.
+_MOST_ROUNDS_AHEAD = 16
+
+
+def fixed(
+    ledger: Ledger,
+    pacing: Pacing,
+    batch: int,
+    sizes: Sequence[int],
+    ahead: Sequence[int],
+    contributions: int,
+) -> Ledger:
+    """Promise whole rounds of ``batch`` samples until ``contributions`` are dealt, more if a loader looks ahead.
+
+    The epoch's last round is what is left.
+    """
+    paces = pacing.paces()
+    while ledger.free:
+        full = ledger.free >= batch
+        # A full round takes everybody in, even with one sample each; what is left at the end goes to the fast ones.
+        least = 1 if batch < _LEAST * len(paces) else _LEAST
+        share = shares(batch, paces, least) if full else _without_crumbs(apportion(ledger.free, paces), paces)
+        depth = contributions + _rounds_ahead(share, sizes, ahead)
+        if len(ledger.hands[0].quotas) >= depth:
+            break
+        for member, samples in enumerate(share):
+            ledger = positions.promise(ledger, member, cut(samples, sizes[member]) if samples else ())
+    return ledger
+
+
+def _rounds_ahead(share: Sequence[int], sizes: Sequence[int], ahead: Sequence[int]) -> int:
+    """Rounds beyond the coming ones that the most demanding loader wants to know."""
+    rounds = [
+        math.ceil(wanted / math.ceil(samples / size))
+        for samples, size, wanted in zip(share, sizes, ahead, strict=True)
+        if samples
+    ]
+    return min(max(rounds, default=0), _MOST_ROUNDS_AHEAD)
+
+
+def floating(ledger: Ledger, pacing: Pacing, at_most: int | None, sizes: Sequence[int], ahead: Sequence[int]) -> Ledger:
+    """Deal every worker enough to stay busy until the tickets of the next round are in."""
+    ledger = positions.take_back(ledger)
+    members = len(sizes) if at_most is None else min(len(sizes), at_most)
+    paces = _attainable(pacing, at_most, members)
+    sizes = micro_batch_sizes(pacing, at_most, sizes)
+    held = [hand.granted_samples for hand in ledger.hands[:members]]
+    parts = _without_crumbs(entitlements(ledger.free, held, paces), paces)
+    grants: list[int] = []
+    for member in range(members):
+        size, part = sizes[member], parts[member]
+        used = paces[member] * pacing.round_s if pacing.measured else 0.0
+        wanted = math.ceil(_ROUNDS_AHEAD * used) + _MICRO_BATCHES_AHEAD * size - held[member]
+        # Whole micro-batches, at most half of the worker's part or what it needs now; the last one of them all.
+        needed = math.ceil(_ROUNDS_NEEDED * used) - held[member]
+        bound = part if part <= size else max(size, part // 2 // size * size, min(part, -(-needed // size) * size))
+        grants.append(max(0, min(bound, -(-wanted // size) * size)))
+    if ledger.free - sum(grants) < _LEAST:
+        grants = list(parts)
+    for member, samples in enumerate(grants):
+        if samples:
+            ledger = positions.deal(ledger, member, cut(samples, sizes[member]))
+        ledger = positions.grant(ledger, member, len(ledger.hands[member].queue))
+    for member in range(members):
+        ledger = _for_the_loader(ledger, member, sizes[member], ahead[member], parts[member] - grants[member])
+    return ledger
+
+
+def _without_crumbs(parts: Sequence[int], paces: Sequence[float]) -> tuple[int, ...]:
+    """The same samples; parts of less than ``_LEAST`` are put together, for the fastest of those who had one."""
+    whole = [part if part >= _LEAST else 0 for part in parts]
+    missing = sum(parts) - sum(whole)
+    crumbs = sorted((m for m, part in enumerate(parts) if 0 < part < _LEAST), key=lambda m: (-paces[m], m))
+    for member in crumbs[: missing // _LEAST]:
+        whole[member] += _LEAST
+        missing -= _LEAST
+    whole[max(range(len(whole)), key=lambda m: (whole[m] or parts[m], paces[m], -m))] += missing
+    return tuple(whole)
+
+
+def _for_the_loader(ledger: Ledger, member: int, size: int, ahead: int, part: int) -> Ledger:
+    """Deal what a loader may fetch in advance, without a grant: it can still be taken back."""
+    count = min(ahead, part // 2 // size)
+    return positions.deal(ledger, member, (size,) * count) if count > 0 else ledger
+
+
+def _attainable(pacing: Pacing, at_most: int | None, members: int) -> tuple[float, ...]:
+    """Samples per second that each of the first ``members`` workers can hand in: its pace, or its limit per round."""
+    paces = pacing.paces()[:members]
+    if at_most is None or pacing.round_s <= 0:
+        return paces
+    limits = contribution_limits(pacing, at_most, len(pacing.members))
+    return tuple(min(pace, limit / pacing.round_s) for pace, limit in zip(paces, limits[:members], strict=True))
+
+
+def micro_batch_sizes(pacing: Pacing, at_most: int | None, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The micro-batch each worker is dealt: at most its own size, smaller where it would hold up the round.
+
+    A round lasts as long as the slowest micro-batch in it, so a slow worker's are cut to the time of the fastest
+    worker's full one, or of the summation where that is longer.
+    """
+    if at_most is not None:
+        sizes = [min(size, _least(at_most, len(sizes))) for size in sizes]
+    if not pacing.measured:
+        return tuple(sizes)
+    paces = pacing.paces()
+    tempo_s = max(pacing.sum_s, min(size / pace for size, pace in zip(sizes, paces, strict=True)))
+    return tuple(
+        min(size, max(_SMALLEST, -(-size // _SMALLEST_PART), round(pace * tempo_s)))
+        for size, pace in zip(sizes, paces, strict=True)
+    )
+
+
+def contribution_limits(pacing: Pacing, at_most: int, members: int) -> tuple[int, ...]:
+    """How many samples each worker may hand in to one round of an open batch bounded by ``at_most``.
+
+    Every worker may hand in at least the largest micro-batch it can hold; what is left is shared by pace.
+    """
+    working = min(members, at_most)
+    least = _least(at_most, members)
+    extra = apportion(at_most - least * working, pacing.paces()[:working])
+    return (*(least + more for more in extra), *(0,) * (members - working))
+
+
+def _least(at_most: int, members: int) -> int:
+    # Half of the bound goes to one micro-batch each, half by pace: micro-batches dealt under an older pace
+    # then never add up to more than the bound.
+    return max(1, at_most // (2 * members))

@@ -1,0 +1,165 @@
+"""The append-only record of a run: its form on disk.
+
+Question  What is written down of eras, phases and rounds, and how is damage recognised?
+Holds     One JSON object per line, the last field its checksum, chained over all lines before it: a line
+          that was changed, dropped or swapped breaks the chain. Floats are written so that they read back
+          bit for bit. Only what cannot be computed from earlier lines is written, plus what a reader needs
+          to check it (spans, batch, rate).
+Source    ours; docs/design/0003-journal.md.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Union
+
+import msgspec
+
+from pliant.errors import JournalError
+
+VERSION = 1
+
+
+class RunRecord(msgspec.Struct, frozen=True, tag="run", tag_field="kind"):
+    """The first line."""
+
+    job: str
+    library: str
+    started_unix_s: float
+    version: int = VERSION
+
+
+class EraRecord(msgspec.Struct, frozen=True, tag="era", tag_field="kind"):
+    """A roster takes effect. Written by the coordinator."""
+
+    era: int
+    roster: list[str]
+
+
+class PolicyRecord(msgspec.Struct, frozen=True, tag="policy", tag_field="kind"):
+    """What the decisions depend on besides the tickets: the settings all workers agreed on."""
+
+    batch: int
+    floating: bool
+    at_most: int | None
+    delay: int
+    rule: str
+    momentum: float
+    samples_limit: int | None = None
+
+
+class PhaseRecord(msgspec.Struct, frozen=True, tag="phase", tag_field="kind"):
+    """All workers entered a phase; per worker its micro-batch size and look-ahead of its loader."""
+
+    phase: int
+    task: str
+    epoch: int
+    length: int
+    limit: int
+    """positions to be used, below ``length`` only where ``epochs(samples=…)`` ends inside an epoch"""
+    sizes: list[int]
+    ahead: list[int]
+    order: int
+
+
+class TicketLine(msgspec.Struct, frozen=True, array_like=True):
+    """A ticket as journaled, in the order of the roster."""
+
+    spans: list[tuple[int, int]]
+    micro_batches: int
+    samples: int
+    weight: float
+    busy_s: float
+    idle_s: float
+    sum_s: float
+    loss_sum: float
+    squared_norm: float
+    scale: float
+    flags: int
+
+
+class RoundRecord(msgspec.Struct, frozen=True, tag="round", tag_field="kind"):
+    """One applied round. ``factor`` multiplies the schedule's rate; ``rate`` is what the first group got."""
+
+    era: int
+    round: int
+    phase: int
+    batch: int
+    weight: float
+    factor: float
+    rate: float
+    loss: float | None
+    applied: bool
+    """false: skipped by the group, samples spent without an update"""
+    samples_total: int
+    tickets: list[TicketLine]
+
+
+class ExchangeRecord(msgspec.Struct, frozen=True, tag="exchange", tag_field="kind"):
+    """One exchange of an ``evaluate``: samples spent without an update."""
+
+    era: int
+    phase: int
+    batch: int
+    tickets: list[TicketLine]
+
+
+class PhaseEndRecord(msgspec.Struct, frozen=True, tag="phase_end", tag_field="kind"):
+    """A phase is drained. ``cut`` are positions a ``break`` left out; ``result`` is evaluate's mean."""
+
+    phase: int
+    cut: list[tuple[int, int]]
+    result: float | None = None
+
+
+class EndRecord(msgspec.Struct, frozen=True, tag="end", tag_field="kind"):
+    """The last line of a run that ended, well or not."""
+
+    reason: str
+    completed: bool
+
+
+Record = Union[  # noqa: UP007 - msgspec reads it at run time
+    RunRecord, EraRecord, PolicyRecord, PhaseRecord, RoundRecord, ExchangeRecord, PhaseEndRecord, EndRecord
+]
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Record)
+_CHECKSUM = b',"crc":"%08x"}\n'
+_CHECKSUM_LENGTH = len(_CHECKSUM % 0)
+
+
+def encode(record: Record) -> bytes:
+    """The record as a JSON object, without checksum."""
+    return _encoder.encode(record)
+
+
+def decode(payload: bytes) -> Record:
+    """The inverse of ``encode``."""
+    try:
+        return _decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise JournalError(f"not a journal record: {error}") from error
+
+
+def line(payload: bytes, chain: int) -> tuple[bytes, int]:
+    """The line to append for ``payload``, and the chain's new value; the first line's chain is 0."""
+    checksum = zlib.crc32(payload, chain)
+    return payload[:-1] + _CHECKSUM % checksum, checksum
+
+
+def read(lines: Iterable[bytes]) -> Iterator[Record]:
+    """The records of a journal, each checked. Raises ``JournalError`` naming the first bad line."""
+    chain = 0
+    for number, text in enumerate(lines, start=1):
+        if len(text) <= _CHECKSUM_LENGTH or not text.endswith(b"\n"):
+            raise JournalError(f"line {number} is incomplete: the journal was cut off while being written")
+        payload = text[:-_CHECKSUM_LENGTH] + b"}"
+        expected, chain = line(payload, chain)
+        if text != expected:
+            raise JournalError(f"line {number} does not fit its checksum: the journal was changed or damaged")
+        record = decode(payload)
+        if number == 1 and (not isinstance(record, RunRecord) or record.version != VERSION):
+            raise JournalError(f"not a version {VERSION} journal: read it with the Pliant that wrote it")
+        yield record

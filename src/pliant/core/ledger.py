@@ -1,0 +1,150 @@
+"""Which positions of an epoch are free, dealt, done.
+
+Question  Who may work on which positions, and which are spent?
+Holds     Every position below ``limit`` is in exactly one place: free, in one worker's hand, or taken by a
+          settled ticket. A hand is a queue of micro-batches that are never split; a worker draws from its front,
+          never beyond what is ``granted``, so what lies behind can be taken back without asking it.
+Source    ours; docs/design/0001-data.md. Property tests: tests/core/test_ledger.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pliant.types import Span
+
+MicroBatch = tuple[Span, ...]
+
+
+def samples_of(spans: Sequence[Span]) -> int:
+    return sum(stop - start for start, stop in spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Hand:
+    """One worker's dealt micro-batches, in the order in which it draws them."""
+
+    queue: tuple[MicroBatch, ...] = ()
+    granted: int = 0
+    """micro-batches from the front that the worker may draw"""
+    quotas: tuple[int, ...] = ()
+    """fixed batch only: micro-batches of each coming contribution; their sum is ``granted``"""
+
+    @property
+    def granted_samples(self) -> int:
+        return sum(samples_of(micro_batch) for micro_batch in self.queue[: self.granted])
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """The state of one phase's positions."""
+
+    limit: int
+    cursor: int
+    """positions from here on were never dealt"""
+    returned: tuple[Span, ...]
+    """positions that were dealt and taken back, in order"""
+    hands: tuple[Hand, ...]
+
+    @property
+    def free(self) -> int:
+        return self.limit - self.cursor + samples_of(self.returned)
+
+    @property
+    def remaining(self) -> int:
+        """Positions no settled ticket has taken yet."""
+        return self.free + sum(samples_of(mb) for hand in self.hands for mb in hand.queue)
+
+
+def opened(limit: int, members: int) -> Ledger:
+    """All positions free."""
+    return Ledger(limit=limit, cursor=0, returned=(), hands=(Hand(),) * members)
+
+
+def deal(ledger: Ledger, member: int, sizes: Sequence[int]) -> Ledger:
+    """Move free positions to the end of ``member``'s hand, as micro-batches of ``sizes``; not granted yet."""
+    returned, cursor = list(ledger.returned), ledger.cursor
+    dealt: list[MicroBatch] = []
+    for size in sizes:
+        spans: list[Span] = []
+        missing = size
+        while missing and returned:
+            start, stop = returned.pop(0)
+            taken = min(missing, stop - start)
+            spans.append((start, start + taken))
+            if start + taken < stop:
+                returned.insert(0, (start + taken, stop))
+            missing -= taken
+        if missing:
+            if cursor + missing > ledger.limit:
+                raise ValueError(f"{missing} positions asked for, {ledger.limit - cursor} are free")
+            spans.append((cursor, cursor + missing))
+            cursor += missing
+        dealt.append(joined(spans))
+    hand = ledger.hands[member]
+    return replace(
+        ledger,
+        cursor=cursor,
+        returned=tuple(returned),
+        hands=_replaced(ledger.hands, member, replace(hand, queue=hand.queue + tuple(dealt))),
+    )
+
+
+def grant(ledger: Ledger, member: int, granted: int) -> Ledger:
+    """Let ``member`` draw the first ``granted`` micro-batches of its hand; a grant is never withdrawn."""
+    hand = ledger.hands[member]
+    if not hand.granted <= granted <= len(hand.queue):
+        raise ValueError(f"a grant only grows, up to the {len(hand.queue)} micro-batches in the hand")
+    return replace(ledger, hands=_replaced(ledger.hands, member, replace(hand, granted=granted)))
+
+
+def promise(ledger: Ledger, member: int, sizes: Sequence[int]) -> Ledger:
+    """Fixed batch: deal the share of one coming contribution and grant it at once."""
+    ledger = deal(ledger, member, sizes)
+    hand = ledger.hands[member]
+    hand = replace(hand, granted=len(hand.queue), quotas=(*hand.quotas, len(sizes)))
+    return replace(ledger, hands=_replaced(ledger.hands, member, hand))
+
+
+def take_back(ledger: Ledger) -> Ledger:
+    """Return to the free positions everything that no worker may have started."""
+    spans = [span for hand in ledger.hands for mb in hand.queue[hand.granted :] for span in mb]
+    if not spans:
+        return ledger
+    hands = tuple(replace(hand, queue=hand.queue[: hand.granted]) for hand in ledger.hands)
+    return replace(ledger, hands=hands, returned=joined([*ledger.returned, *spans]))
+
+
+def settle(ledger: Ledger, drawn: Sequence[int]) -> tuple[Ledger, tuple[tuple[Span, ...], ...]]:
+    """Take the first ``drawn[m]`` micro-batches out of each hand: they are spent. Returns their spans too."""
+    hands: list[Hand] = []
+    spent: list[tuple[Span, ...]] = []
+    for hand, count in zip(ledger.hands, drawn, strict=True):
+        if count > hand.granted:
+            raise ValueError(f"{count} micro-batches drawn, {hand.granted} were granted")
+        spent.append(joined([span for mb in hand.queue[:count] for span in mb]))
+        hands.append(Hand(queue=hand.queue[count:], granted=hand.granted - count, quotas=hand.quotas[1:]))
+    return replace(ledger, hands=tuple(hands)), tuple(spent)
+
+
+def unspent(ledger: Ledger) -> tuple[Span, ...]:
+    """All positions no settled ticket has taken: what a ``break`` cuts."""
+    spans = [span for hand in ledger.hands for mb in hand.queue for span in mb]
+    spans += [*ledger.returned, (ledger.cursor, ledger.limit)]
+    return joined([span for span in spans if span[0] < span[1]])
+
+
+def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The same positions in ascending order, neighbours merged."""
+    result: list[Span] = []
+    for start, stop in sorted(spans):
+        if result and result[-1][1] == start:
+            result[-1] = (result[-1][0], stop)
+        else:
+            result.append((start, stop))
+    return tuple(result)
+
+
+def _replaced(hands: tuple[Hand, ...], member: int, hand: Hand) -> tuple[Hand, ...]:
+    return (*hands[:member], hand, *hands[member + 1 :])

@@ -1,0 +1,76 @@
+"""How fast each worker is, from what its tickets said.
+
+Question  How many samples per second does each worker manage, and how long does a round take?
+Holds     Pure functions of the tickets, the same on all workers. Waiting never counts as slowness.
+Source    ours; docs/design/0002-rounds.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pliant.core.tickets import Ticket
+
+# Half of the memory is gone after one round: a device that slows down is followed within two or three
+# rounds, a single noisy round moves a share by half of its error.
+_KEEP = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Decaying sums of one worker's samples and busy seconds; their ratio is its pace."""
+
+    samples: float = 0.0
+    busy_s: float = 0.0
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """None before the first contribution."""
+        return self.samples / self.busy_s if self.busy_s > 0 and self.samples > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Pacing:
+    """What the group knows about its speed in one kind of phase."""
+
+    members: tuple[Pace, ...]
+    round_s: float = 0.0
+    """how long a round takes, by the worker that took longest"""
+    sum_s: float = 0.0
+    """how long a summation takes once the last worker has handed in"""
+
+    def paces(self) -> tuple[float, ...]:
+        """Samples per second of each worker; an unmeasured one counts as the mean of the others."""
+        known = [pace for pace in (m.samples_per_s for m in self.members) if pace is not None]
+        mean = sum(known) / len(known) if known else 1.0
+        return tuple(m.samples_per_s or mean for m in self.members)
+
+    @property
+    def measured(self) -> bool:
+        return any(m.samples_per_s is not None for m in self.members)
+
+
+def unmeasured(members: int) -> Pacing:
+    return Pacing(members=(Pace(),) * members)
+
+
+def measure(pacing: Pacing, tickets: Sequence[Ticket]) -> Pacing:
+    """The pacing after one more round."""
+    members = tuple(
+        Pace(_KEEP * old.samples + ticket.samples, _KEEP * old.busy_s + ticket.busy_s)
+        if ticket.samples > 0 and ticket.busy_s > 0
+        else old
+        for old, ticket in zip(pacing.members, tickets, strict=True)
+    )
+    working = [ticket for ticket in tickets if ticket.samples > 0]
+    if not working:
+        return pacing
+    round_s = max(ticket.busy_s + ticket.idle_s for ticket in working)
+    # The last worker to hand in waits for the summation alone; everyone else also for that worker.
+    sum_s = min(ticket.sum_s for ticket in tickets)
+    return Pacing(members, _follow(pacing.round_s, round_s), _follow(pacing.sum_s, sum_s))
+
+
+def _follow(old: float, new: float) -> float:
+    return new if old == 0.0 else _KEEP * old + (1.0 - _KEEP) * new

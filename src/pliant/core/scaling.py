@@ -1,0 +1,30 @@
+"""How the loss scale of mixed precision moves.
+
+Question  Which scale does the group use next, after a round that was finite or not?
+Holds     The scale is a function of the rounds alone, so it is equal on all workers.
+Source    torch.amp.GradScaler's rule: back off on a non-finite round, grow after an interval without one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The scale and the finite rounds since it last moved."""
+
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    finite_rounds: int = 0
+
+
+def after(scale: Scale, *, finite: bool) -> Scale:
+    """The scale for contributions begun after a round."""
+    if not finite:
+        return replace(scale, scale=scale.scale * scale.backoff_factor, finite_rounds=0)
+    if scale.finite_rounds + 1 == scale.growth_interval:
+        return replace(scale, scale=scale.scale * scale.growth_factor, finite_rounds=0)
+    return replace(scale, finite_rounds=scale.finite_rounds + 1)

@@ -1,0 +1,112 @@
+"""The small record that travels beside each contribution.
+
+Question  What does every worker learn about every other one in a round?
+Holds     A ticket packs to the same number of bytes for a given model, bit for bit, so that all workers
+          gather equal records and decide alike. The bitmap behind it says which parameters got a gradient
+          (and which buffers changed).
+Source    DESIGN: "the tickets are the log of a replicated state machine".
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+
+
+class Kind(enum.IntEnum):
+    """What a worker is doing when it hands in a ticket."""
+
+    TRAIN = 0
+    EVALUATE = 1
+    END = 2
+
+
+class Flag(enum.IntFlag):
+    """What a ticket can announce."""
+
+    NONE = 0
+    OPENING = 1
+    """no contribution yet: the worker has just entered the phase"""
+    NONFINITE = 2
+    """loss or gradient is infinite or undefined: the group skips the update"""
+    BREAK = 4
+    """the user's loop was left early: the phase ends after this round"""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One worker's part of one round. Times are seconds, ``pace`` follows from samples and ``busy_s``."""
+
+    era: int
+    round: int
+    phase: int
+    kind: Kind
+    flags: Flag = Flag.NONE
+    epoch: int = 0
+    length: int = 0
+    """samples in the dataset of this phase"""
+    order: int = 0
+    """checksum of the order in which its samples are taken"""
+    size: int = 1
+    """largest micro-batch of this worker"""
+    ahead: int = 0
+    """micro-batches its loader wants to know in advance"""
+    micro_batches: int = 0
+    samples: int = 0
+    weight: float = 0.0
+    """the mean's denominator: samples or tokens; in ``evaluate`` the count"""
+    busy_s: float = 0.0
+    """time spent on this contribution, waiting excluded"""
+    idle_s: float = 0.0
+    sum_s: float = 0.0
+    """how long the worker's last summation took from hand-in to completion"""
+    loss_sum: float = 0.0
+    """weight times loss, summed; in ``evaluate`` the sum"""
+    squared_norm: float = 0.0
+    """of the contribution's mean gradient"""
+    scale: float = 1.0
+    digest: int = 0
+    """of the replicated state this worker holds, 64 bits"""
+
+
+_FIELDS = struct.Struct("<qqqBBqqqqqqqdddddddQ")
+
+
+def packed_size(bits: int) -> int:
+    """Bytes of a ticket whose bitmap has ``bits`` bits."""
+    return _FIELDS.size + (bits + 7) // 8
+
+
+def pack(ticket: Ticket, bitmap: int, bits: int) -> bytes:
+    """The ticket and its bitmap as bytes; ``unpack`` gives both back exactly."""
+    head = _FIELDS.pack(
+        ticket.era,
+        ticket.round,
+        ticket.phase,
+        ticket.kind,
+        ticket.flags,
+        ticket.epoch,
+        ticket.length,
+        ticket.order,
+        ticket.size,
+        ticket.ahead,
+        ticket.micro_batches,
+        ticket.samples,
+        ticket.weight,
+        ticket.busy_s,
+        ticket.idle_s,
+        ticket.sum_s,
+        ticket.loss_sum,
+        ticket.squared_norm,
+        ticket.scale,
+        ticket.digest,
+    )
+    return head + bitmap.to_bytes((bits + 7) // 8, "little")
+
+
+def unpack(data: bytes) -> tuple[Ticket, int]:
+    """The inverse of ``pack``."""
+    era, number, phase, kind, flags, *rest = _FIELDS.unpack_from(data)
+    ticket = Ticket(era, number, phase, Kind(kind), Flag(flags), *rest)
+    return ticket, int.from_bytes(data[_FIELDS.size :], "little")

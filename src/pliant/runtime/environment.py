@@ -1,0 +1,97 @@
+"""What the environment says about the job.
+
+Question  Is this process a worker of a job, and of which?
+Holds     The only module that reads the environment. The token travels in it, never on a command line.
+Source    ours; DESIGN: "alone if no job is named in the environment".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pliant.core.roster import QUIET_EXIT
+from pliant.errors import UsageError
+
+__all__ = ["QUIET_EXIT", "Job", "current_job", "environment_of", "job_from", "worker_environment"]
+
+_ADDRESS, _TOKEN, _WORKER = "PLIANT_ADDRESS", "PLIANT_TOKEN", "PLIANT_WORKER"
+_PACE, _SIZE = "PLIANT_PACE", "PLIANT_SIZE"
+_THREADS = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Where a worker belongs. ``pace`` below 1 emulates a slower device; ``size`` overrides ``batches``' own."""
+
+    address: str
+    token: str
+    worker: str
+    pace: float = 1.0
+    size: int | None = None
+
+
+def current_job() -> Job | None:
+    """The job of this process; None if it runs alone."""
+    return job_from(os.environ)
+
+
+def job_from(environ: Mapping[str, str]) -> Job | None:
+    """The job that the variables name; None if they name none."""
+    named = [name for name in (_ADDRESS, _TOKEN, _WORKER) if environ.get(name)]
+    if not named:
+        return None
+    missing = [name for name in (_ADDRESS, _TOKEN, _WORKER) if name not in named]
+    if missing:
+        raise UsageError(
+            f"{', '.join(named)} is set but {', '.join(missing)} is not; "
+            "let `pliant run` start the script, or unset all PLIANT_ variables to run it alone"
+        )
+    return Job(
+        address=environ[_ADDRESS],
+        token=environ[_TOKEN],
+        worker=environ[_WORKER],
+        pace=_pace(environ.get(_PACE, "1")),
+        size=_size(environ.get(_SIZE, "")),
+    )
+
+
+def environment_of(job: Job) -> dict[str, str]:
+    """The variables that name the job; the inverse of ``job_from``."""
+    variables = {_ADDRESS: job.address, _TOKEN: job.token, _WORKER: job.worker, _PACE: repr(job.pace)}
+    if job.size is not None:
+        variables[_SIZE] = str(job.size)
+    return variables
+
+
+def worker_environment(job: Job, workers_here: int) -> dict[str, str]:
+    """The whole environment for a worker's process, one of ``workers_here`` on this machine."""
+    inherited = {name: value for name, value in os.environ.items() if name not in (_PACE, _SIZE)}
+    # Without a limit every worker would start a thread per core and they would take turns.
+    threads = max(1, _cores() // workers_here)
+    inherited.setdefault(_THREADS, str(threads))
+    return {**inherited, **environment_of(job)}
+
+
+def _cores() -> int:
+    """Those this process may use; a container often has fewer than the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _pace(text: str) -> float:
+    try:
+        pace = float(text)
+    except ValueError:
+        pace = 0.0
+    if not 0.0 < pace <= 1.0:
+        raise UsageError(f"{_PACE} is {text!r}; give a number above 0 and at most 1")
+    return pace
+
+
+def _size(text: str) -> int | None:
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"{_SIZE} is {text!r}; give a positive whole number of samples")
+    return int(text)

@@ -1,0 +1,143 @@
+"""What the user may set, resolved once.
+
+Question  Which settings does ``join`` take, what do they default to, and which are refused?
+Holds     Everything is checked here, before anything starts; the rest of Pliant reads one frozen value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, Adam, AdamW, Optimizer, SparseAdam
+
+from pliant.core.rates import RULES
+from pliant.core.rounds import Policy
+from pliant.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Floating:
+    """An open batch: whatever the workers manage while the last sum is in flight.
+
+    ``reference`` is the batch the learning rate was chosen for; ``at_most`` bounds the samples of one round. A worker
+    alone, and ``delay=0``, use ``reference`` as a fixed batch: there is no sum to wait for.
+    """
+
+    reference: int
+    at_most: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The arguments of ``join``, checked."""
+
+    policy: Policy
+    correction: str
+    clip_norm: float | None
+    schedule_by: str
+    seed: int
+    dead_after_s: float
+
+    def agreed(self) -> dict[str, str]:
+        """What must be equal on all workers, as text for comparison and for messages."""
+        policy = self.policy
+        return {
+            "batch": f"Floating({policy.batch}, at_most={policy.at_most})" if policy.floating else str(policy.batch),
+            "delay": str(policy.delay),
+            "rates": policy.rule,
+            "correction": self.correction,
+            "clip_norm": str(self.clip_norm),
+            "schedule_by": self.schedule_by,
+            "seed": str(self.seed),
+            "dead_after": repr(self.dead_after_s),
+        }
+
+
+def resolved(
+    optimizer: Optimizer,
+    *,
+    batch: int | Floating,
+    delay: int,
+    correction: str,
+    rates: str | None,
+    clip_norm: float | None,
+    schedule_by: str,
+    seed: int,
+    dead_after: float,
+) -> Settings:
+    """Check the settings and fill in what depends on the optimizer."""
+    reference, at_most = (batch.reference, batch.at_most) if isinstance(batch, Floating) else (batch, None)
+    _positive_whole("batch", reference)
+    if at_most is not None and _positive_whole("at_most", at_most) < reference:
+        raise UsageError(f"at_most={at_most} is below reference={reference}: raise at_most or lower reference")
+    _one_of("delay", delay, (1, 0))
+    _one_of("correction", correction, ("lookahead", "none"))
+    _one_of("schedule_by", schedule_by, ("batch", "epoch"))
+    adam = isinstance(optimizer, Adam | AdamW)
+    rule = rates if rates is not None else ("sqrt" if adam else "linear")
+    _one_of("rates", rule, tuple(RULES))
+    if clip_norm is not None and not clip_norm > 0:
+        raise UsageError(f"clip_norm is {clip_norm}: give a positive number, or leave it out")
+    if not dead_after > 0:
+        raise UsageError(f"dead_after is {dead_after}: give a positive number of seconds")
+    policy = Policy(
+        batch=reference,
+        floating=isinstance(batch, Floating),
+        at_most=at_most,
+        delay=delay,
+        rule=rule,
+        momentum=_momentum(optimizer),
+    )
+    return Settings(
+        policy=policy,
+        correction=correction,
+        clip_norm=None if clip_norm is None else float(clip_norm),
+        schedule_by=schedule_by,
+        seed=int(seed),
+        dead_after_s=float(dead_after),
+    )
+
+
+def _positive_whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} is {value!r}: give a positive whole number of samples, e.g. {name}=256")
+    return value
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if isinstance(value, bool) or value not in allowed:
+        raise UsageError(f"{name} is {value!r}: choose one of {', '.join(map(repr, allowed))}")
+
+
+def _momentum(optimizer: Optimizer) -> float:
+    """The share of old gradients in a step: SGD's momentum, Adam's first beta."""
+    group = optimizer.param_groups[0]
+    return float(group["momentum"] if "momentum" in group else group.get("betas", (0.0,))[0])
+
+
+def check_model(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse what Pliant cannot train, with the remedy."""
+    if isinstance(optimizer, list | tuple):
+        raise UsageError("several optimizers in one join: put the parameters into groups of one optimizer")
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(f"optimizer is a {type(optimizer).__name__}: give a torch.optim optimizer")
+    if isinstance(optimizer, LBFGS):
+        raise UsageError("LBFGS evaluates the loss several times per step: use SGD, Adam or another first-order one")
+    if isinstance(optimizer, SparseAdam):
+        raise UsageError("SparseAdam needs sparse gradients, which cannot be summed in a flat buffer: use Adam")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise UsageError(f"the model is wrapped in {type(model).__name__}: give join the plain module, model.module")
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise UsageError(f"{name or type(module).__name__} has sparse=True: build it with sparse=False")
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not trained:
+        raise UsageError("no parameter of the optimizer requires a gradient: nothing can be trained")
+    for p in trained:
+        if type(p.data) is not torch.Tensor:
+            raise UsageError(f"a parameter is a {type(p.data).__name__} (FSDP, DTensor): give join the plain module")
+    if len({p.device for p in trained}) > 1:
+        raise UsageError("the parameters are on several devices: a worker drives one device")

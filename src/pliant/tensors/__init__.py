@@ -1,0 +1,1 @@
+"""tensors: gradients, groups, corrections and statistics. The first layer that may import torch; decides nothing."""

@@ -1,0 +1,159 @@
+"""Buffers of the model (running statistics and the like) as one state of the whole group.
+
+Question  What is a BatchNorm's running mean when four workers saw different samples?
+Holds     Running statistics are merged like samples of one mixture, by weight: the merged mean is Σ w·m / Σ w, the
+          merged variance Σ w·(v + m²) / Σ w − mean², which contains the spread of the workers' means. Other float
+          buffers are averaged by weight, whole-number ones are the leader's. A merge that arrives late corrects
+          the buffer by what the worker has forwarded since: the merged value decays by (1 − momentum) per
+          forward pass, as the handed-in one did. Equal on all workers at every drain.
+Source    ours; docs/design/0004-numerics.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+@dataclass(frozen=True, slots=True)
+class _Statistics:
+    """A BatchNorm's buffers by their place in the list of buffers."""
+
+    mean: int
+    variance: int
+    batches: int
+    momentum: float | None
+
+
+class Buffers:
+    """The buffers of ``model`` that change during training. Bit i of a bitmap stands for buffer i.
+
+    A buffer joins the merge once some worker has changed it (``grow``): constant ones never travel.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors: list[Tensor] = []
+        self._statistics: list[_Statistics] = []
+        self._modules: list[_BatchNorm] = []
+        places: dict[int, int] = {}
+        for buffer in model.buffers():
+            if buffer.dtype is not torch.bool and not buffer.is_complex():
+                places[id(buffer)] = len(self._tensors)
+                self._tensors.append(buffer)
+        for module in model.modules():
+            if isinstance(module, _BatchNorm) and module.running_mean is not None:
+                assert module.running_var is not None and module.num_batches_tracked is not None
+                tensors = (module.running_mean, module.running_var, module.num_batches_tracked)
+                mean, variance, batches = (places[id(tensor)] for tensor in tensors)
+                self._statistics.append(_Statistics(mean, variance, batches, module.momentum))
+                self._modules.append(module)
+        self._versions = [tensor._version for tensor in self._tensors]
+        self.live = 0
+        self._handed_in: list[Tensor] = []
+        self._merged: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def changed(self) -> int:
+        """The bitmap of buffers this worker has changed since it joined."""
+        pairs = zip(self._tensors, self._versions, strict=True)
+        return sum(1 << index for index, (tensor, version) in enumerate(pairs) if tensor._version != version)
+
+    def training_bits(self) -> int:
+        """The bitmap of running statistics that the coming forward passes will change."""
+        bits = 0
+        for module, statistics in zip(self._modules, self._statistics, strict=True):
+            if module.training:
+                bits |= 1 << statistics.mean | 1 << statistics.variance | 1 << statistics.batches
+        return bits
+
+    def grow(self, changed: int) -> bool:
+        """Take the buffers of the bitmap (of the whole group) into the merge; whether any is new."""
+        new = changed & ~self.live
+        self.live |= changed
+        return bool(new)
+
+    def _places(self) -> list[int]:
+        return [index for index in range(len(self._tensors)) if self.live >> index & 1]
+
+    @torch.no_grad()
+    def hand_in(self, weight: float, *, leader: bool) -> Tensor | None:
+        """This worker's part of the merge as one float64 vector to be summed; None if nothing is live."""
+        self._handed_in = [tensor.detach().clone() for tensor in self._tensors] if self.live else []
+        if not self.live:
+            return None
+        parts = [tensor.to(torch.float64) for tensor in self._handed_in]
+        for statistics in self._statistics:
+            parts[statistics.variance] = parts[statistics.variance] + parts[statistics.mean] ** 2
+        flat: list[Tensor] = []
+        for index in self._places():
+            part = parts[index].reshape(-1)
+            if self._tensors[index].is_floating_point():
+                # Nothing forwarded, nothing known: 0 · inf would poison the sum.
+                flat.append(part * weight if weight > 0 else torch.zeros_like(part))
+            else:
+                flat.append(part if leader else torch.zeros_like(part))
+        return torch.cat(flat)
+
+    @torch.no_grad()
+    def merge(self, summed: Tensor | None, weight: float) -> None:
+        """Bring the group's merged values in, corrected by what was forwarded since ``hand_in``."""
+        if summed is None or weight <= 0:
+            return
+        merged = self._split(summed, weight)
+        decays = self._decays()
+        for index, value in merged.items():
+            tensor, before = self._tensors[index], self._handed_in[index]
+            decay = decays.get(index, 1.0)
+            if torch.equal(tensor, before):
+                tensor.copy_(value)
+            elif tensor.is_floating_point():
+                tensor.add_((value - before.to(torch.float64)).to(tensor.dtype), alpha=decay)
+            else:
+                tensor.add_(value.to(tensor.dtype) - before)
+        self._merged = {index: value.to(self._tensors[index].dtype) for index, value in merged.items()}
+
+    def _split(self, summed: Tensor, weight: float) -> dict[int, Tensor]:
+        values: dict[int, Tensor] = {}
+        start = 0
+        for index in self._places():
+            tensor = self._tensors[index]
+            value = summed[start : start + tensor.numel()].view(tensor.shape)
+            start += tensor.numel()
+            values[index] = value / weight if tensor.is_floating_point() else value
+        for statistics in self._statistics:
+            if statistics.variance in values and statistics.mean in values:
+                values[statistics.variance] = values[statistics.variance] - values[statistics.mean] ** 2
+        return values
+
+    def _decays(self) -> dict[int, float]:
+        """How much of a value handed in is left in the running statistics now."""
+        decays: dict[int, float] = {}
+        for statistics in self._statistics:
+            before = int(self._handed_in[statistics.batches])
+            now = int(self._tensors[statistics.batches])
+            if statistics.momentum is None:
+                # A cumulative average after n batches keeps before/now of what it was.
+                left = before / now if now else 1.0
+            else:
+                left = (1.0 - statistics.momentum) ** (now - before)
+            decays[statistics.mean] = decays[statistics.variance] = left
+        return decays
+
+    @torch.no_grad()
+    def drain(self) -> None:
+        """Set every buffer to the group's last merged value: what was forwarded and cut off is forgotten."""
+        for index, value in self._merged.items():
+            self._tensors[index].copy_(value)
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Swap this worker's own values and the group's last merged ones in place; twice is nothing."""
+        for index, value in self._merged.items():
+            held = self._tensors[index].detach().clone()
+            self._tensors[index].copy_(value)
+            self._merged[index] = held

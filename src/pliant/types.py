@@ -1,0 +1,24 @@
+"""The words every layer shares.
+
+Question  What are workers, eras, rounds and positions called in signatures?
+Holds     Identifiers are distinct types; nothing here depends on anything else in Pliant.
+"""
+
+from __future__ import annotations
+
+from typing import NewType
+
+WorkerId = NewType("WorkerId", str)
+"""One process driving one device, e.g. ``w0``. Names are given by the launcher and never reused."""
+
+Era = NewType("Era", int)
+"""A numbered period with one fixed roster; numbers only grow."""
+
+Round = NewType("Round", int)
+"""One group-wide summation; numbers only grow."""
+
+Phase = NewType("Phase", int)
+"""One call of ``batches`` or ``evaluate``; the same number on all workers."""
+
+Span = tuple[int, int]
+"""Positions ``start <= p < stop`` of an epoch's order."""

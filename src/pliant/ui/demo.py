@@ -1,0 +1,259 @@
+"""Everything at a glance: unequal workers train one model, by Pliant and by plain DDP.
+
+Question  What does it change that nobody waits?
+Holds     Both train the same model on the same data with the same batch for the same epochs, on four emulated
+          devices. Every figure in the table is measured. No process is left behind; traffic stays on loopback.
+Source    Harvest: DESIGN and issue of the spine. Here it is the group's samples/s over the sum of what each worker
+          manages in the time it does not wait, both measured in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from pliant.core import journal
+from pliant.core.audit import audit
+from pliant.errors import RunEnded, UsageError
+from pliant.launch import child, local
+from pliant.runtime.status import Status, WorkerStatus
+from pliant.ui import progress
+
+PACES = (1.0, 1.0, 0.5, 0.25)
+DEVICE = 0.5
+"""A device of pace 1 is half a core: four of them at the paces above then fit into two cores, and
+their speeds are their own and not the scheduler's."""
+EPOCHS = 10
+BATCH = 128
+SIZE = 16
+LOOK_S = 0.1
+PLAIN_EVERY_S = 5.0
+"""as in ``ui.progress``"""
+GIVE_UP_S = 120.0
+"""DDP takes a quarter of this on two cores."""
+INTERRUPTED = 130
+"""the exit status of a program ended by Ctrl-C"""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one worker did: its samples, the time it computed, and the time it waited."""
+
+    samples: int
+    busy_s: float
+    idle_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a system made of the devices."""
+
+    shares: list[Share]
+    trained_s: float
+    accuracy: float
+
+    @property
+    def samples_per_s(self) -> float:
+        return sum(share.samples for share in self.shares) / self.trained_s
+
+    @property
+    def harvest(self) -> float:
+        return self.samples_per_s / sum(share.samples / share.busy_s for share in self.shares)
+
+
+def main() -> int:
+    """Show the demo; the exit status."""
+    console = Console(highlight=False)
+    paces = ", ".join(f"{pace:g}" for pace in PACES)
+    console.print(f"Four workers of paces {paces} train a small CNN on 1500 digits, batch {BATCH}, {EPOCHS} epochs.")
+    with tempfile.TemporaryDirectory(prefix="pliant-demo-") as name:
+        results = Path(name)
+        _write_digits(results)
+        console.print("\n[bold]Pliant[/bold]: the batch is shared out by measured pace, sums run in the background.")
+        outcome = local.run(_spec(results), ui=progress.Terminal())
+        if outcome.exit_status != 0:
+            return outcome.exit_status
+        records = _records(outcome.directory)
+        pliant = pliant_result(records, results)
+        console.print("\n[bold]DDP[/bold]: equal shares, the same devices.")
+        try:
+            ddp = ddp_result(results)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+    show(console, pliant, ddp)
+    problems = audit(records).problems
+    found = "; ".join(problems[:3]) or "every sample was used exactly once per epoch"
+    console.print(f"Audit of Pliant's journal: {found}.")
+    ratio = pliant.samples_per_s / ddp.samples_per_s
+    console.print(f"[bold]On the same devices Pliant trained {ratio:.1f} times as fast as DDP.[/bold]")
+    return 1 if problems else 0
+
+
+def _write_digits(results: Path) -> None:
+    """Put the data where the scripts read it: importing scikit-learn takes each process longer than an epoch."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise UsageError('the demo trains on scikit-learn\'s digits: pip install "pliant[demo]"') from None
+    images, labels = load_digits(return_X_y=True)
+    np.savez(results / "digits.npz", images=images, labels=labels)
+
+
+def _scripts_arguments(results: Path) -> tuple[str, ...]:
+    return ("--epochs", str(EPOCHS), "--batch", str(BATCH), "--size", str(SIZE), "--results", str(results))
+
+
+def _spec(results: Path) -> local.JobSpec:
+    return local.JobSpec(
+        script="pliant.ui.demo_train",
+        module=True,
+        args=_scripts_arguments(results),
+        workers=len(PACES),
+        paces=tuple(DEVICE * pace for pace in PACES),
+        directory=Path("runs", f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"),
+    )
+
+
+def _records(directory: Path) -> list[journal.Record]:
+    with (directory / "journal.jsonl").open("rb") as lines:
+        return list(journal.read(lines))
+
+
+def pliant_result(records: Sequence[journal.Record], results: Path) -> Result:
+    """Samples and busy time from the journal; idle is the rest of the time in the loops over ``batches``."""
+    roster = [name for record in records if isinstance(record, journal.EraRecord) for name in record.roster]
+    tickets = [record.tickets for record in records if isinstance(record, journal.RoundRecord)]
+    figures = [_figures(results / f"{name}.json") for name in roster]
+    shares: list[Share] = []
+    for place, figure in enumerate(figures):
+        busy_s = sum(row[place].busy_s for row in tickets)
+        samples = sum(row[place].samples for row in tickets)
+        shares.append(Share(samples, busy_s, max(0.0, figure["trained_s"] - busy_s)))
+    return Result(shares, max(figure["trained_s"] for figure in figures), figures[0]["accuracy"])
+
+
+def ddp_result(results: Path) -> Result:
+    """Run DDP with one process per device and collect what each measured."""
+    with _started(results) as processes:
+        _follow(processes, results)
+    figures = [_figures(results / f"ddp-{place}.json") for place in range(len(PACES))]
+    shares = [
+        Share(int(figure["samples"]), figure["trained_s"] - figure["waited_s"], figure["waited_s"])
+        for figure in figures
+    ]
+    return Result(shares, max(figure["trained_s"] for figure in figures), figures[0]["accuracy"])
+
+
+def _figures(path: Path) -> dict[str, float]:
+    return json.loads(path.read_text())
+
+
+@contextmanager
+def _started(results: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """DDP's processes, each with its own group; all ended on leaving."""
+    processes: list[subprocess.Popen[bytes]] = []
+    # ``child`` ties their life to this process, should it be killed without a chance to clean up.
+    python = [sys.executable, child.__file__, str(os.getpid()), sys.executable]
+    try:
+        for place, pace in enumerate(PACES):
+            own = ("--pace", str(DEVICE * pace), "--place", str(place), "--workers", str(len(PACES)))
+            command = [*python, "-m", "pliant.ui.demo_ddp", *_scripts_arguments(results), *own]
+            with (results / f"ddp-{place}.log").open("wb") as log:
+                processes.append(
+                    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+                )
+        yield processes
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _follow(processes: Sequence[subprocess.Popen[bytes]], results: Path) -> None:
+    """Show how far DDP is until all processes have ended."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    ends_s = time.monotonic() + GIVE_UP_S
+    shown_s = time.monotonic()
+    with console.status("DDP starts") as line:
+        while any(process.poll() is None for process in processes):
+            failed = [place for place, process in enumerate(processes) if process.poll() not in (None, 0)]
+            if failed:
+                break
+            if time.monotonic() > ends_s:
+                raise RunEnded(f"DDP did not end within {GIVE_UP_S:.0f} s; is the machine very busy? Try again")
+            time.sleep(LOOK_S)
+            if (results / "ddp.json").exists():
+                text = progress.line(_ddp_status(_figures(results / "ddp.json")))
+                line.update(text)
+                if not console.is_terminal and time.monotonic() - shown_s >= PLAIN_EVERY_S:
+                    shown_s = time.monotonic()
+                    console.print(f"DDP: {text}")
+    failed = [place for place, process in enumerate(processes) if process.poll() != 0]
+    if failed:
+        said = (results / f"ddp-{failed[0]}.log").read_text(errors="replace").strip().splitlines() or ["nothing"]
+        raise RunEnded(f"DDP's process {failed[0]} failed; its last line was: {said[-1]}")
+
+
+def _ddp_status(figures: dict[str, Any]) -> Status:
+    """How far DDP is, in the words of the progress line."""
+    return Status(
+        job="ddp",
+        era=1,
+        workers=[WorkerStatus(name=str(place), state="training") for place in range(len(PACES))],
+        epoch=figures["epoch"],
+        epochs=EPOCHS,
+        epoch_done=figures["done"],
+        epoch_length=1500,
+        batch=BATCH,
+        samples_per_s=figures["samples_per_s"],
+        loss=figures["loss"],
+    )
+
+
+def show(console: Console, pliant: Result, ddp: Result) -> None:
+    """The two tables."""
+    workers = Table(title="\nWhat each worker did", title_justify="left")
+    workers.add_column("worker")
+    for name in ("pace", "Pliant share", "samples", "idle s", "idle", "DDP share", "samples", "idle s", "idle"):
+        workers.add_column(name, justify="right")
+    for place, pace in enumerate(PACES):
+        workers.add_row(f"w{place}", f"{pace:g}", *_cells(pliant, place), *_cells(ddp, place))
+    console.print(workers)
+    whole = Table(title="\nWhat all of them did", title_justify="left")
+    for name in ("", "Pliant", "DDP"):
+        whole.add_column(name, justify="right" if name else "left")
+    whole.add_row("samples/s", f"{pliant.samples_per_s:,.0f}", f"{ddp.samples_per_s:,.0f}")
+    whole.add_row("seconds of training", f"{pliant.trained_s:.1f}", f"{ddp.trained_s:.1f}")
+    whole.add_row("harvest", f"{pliant.harvest:.2f}", f"{ddp.harvest:.2f}")
+    whole.add_row("accuracy", f"{pliant.accuracy:.3f}", f"{ddp.accuracy:.3f}")
+    console.print(whole)
+    console.print(
+        "Harvest: samples/s of the group over the sum of the workers' own speeds (their samples over the time they "
+        "did not wait). 1 means that nobody ever waited."
+    )
+
+
+def _cells(result: Result, place: int) -> tuple[str, str, str, str]:
+    share = result.shares[place]
+    part = share.samples / sum(each.samples for each in result.shares)
+    return (
+        f"{part:.0%}",
+        f"{share.samples:,}",
+        f"{share.idle_s:.1f}",
+        f"{share.idle_s / (share.busy_s + share.idle_s):.0%}",
+    )

@@ -1,0 +1,166 @@
+"""The one line that shows how a run is getting on.
+
+Question  What does a person want to know at a glance, and where does the workers' output go meanwhile?
+Holds     On a terminal the line stays below all output and is never torn. Elsewhere a plain line is written
+          every few seconds, at each epoch's end and at each evaluation. Standard output carries nothing but
+          the workers' own.
+Source    ours.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from pliant.launch.local import Outcome
+from pliant.launch.process import Stream
+from pliant.runtime.status import Status
+
+PLAIN_EVERY_S = 5.0
+"""How often a log gets a line: often enough to see life, seldom enough to read on."""
+
+REDRAW_S = 0.1
+
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+
+
+def line(status: Status) -> str:
+    """The run in one line."""
+    if status.era == 0:
+        ready = sum(worker.state == "waiting" for worker in status.workers)
+        return f"{ready} of {len(status.workers)} workers are ready"
+    parts = [_epoch(status)]
+    if status.is_evaluating:
+        parts.append("evaluating")
+    parts.append(f"{status.samples_per_s:,.0f} samples/s")
+    if status.batch is not None:
+        parts.append(f"batch {status.batch}")
+    if status.rate is not None:
+        parts.append(f"rate {status.rate:.4g}")
+    if status.loss is not None:
+        parts.append(f"loss {status.loss:.4f}")
+    if status.eta_s is not None:
+        parts.append(f"{duration(status.eta_s)} left")
+    workers = sum(worker.state in ("training", "finished") for worker in status.workers)
+    spares = f", {status.spares} spare" if status.spares else ""
+    parts.append(f"{workers} workers{spares}")
+    if status.skipped:
+        parts.append(f"{status.skipped} skipped")
+    if status.result is not None:
+        parts.append(f"evaluated {status.result:.4f}")
+    return " · ".join(parts)
+
+
+def summary(status: Status, elapsed_s: float) -> str:
+    """The whole run in one line."""
+    parts = [f"{status.samples_total:,} samples in {status.rounds:,} rounds and {duration(elapsed_s)}"]
+    if status.skipped:
+        parts.append(f"{status.skipped} skipped")
+    if status.loss is not None:
+        parts.append(f"loss {status.loss:.4f}")
+    if status.result is not None:
+        parts.append(f"evaluated {status.result:.4f}")
+    return " · ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a clock shows them."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _epoch(status: Status) -> str:
+    whole = f"/{status.epochs}" if status.epochs is not None else ""
+    part = f" {100 * status.epoch_done / status.epoch_length:.0f}%" if status.epoch_length else ""
+    return f"epoch {status.epoch + 1}{whole}{part}"
+
+
+class Terminal:
+    """Shows a run on this process's standard streams; a ``launch.local.Screen``."""
+
+    def __init__(self, stdout: TextIO | None = None, stderr: TextIO | None = None) -> None:
+        self._stdout = stdout or sys.stdout
+        self._stderr = stderr or sys.stderr
+        if isinstance(self._stdout, io.TextIOWrapper):
+            # What a worker prints must not end the run, whatever this terminal can show.
+            self._stdout.reconfigure(errors="replace")
+        self._console = Console(file=self._stderr, highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+        self._drawn_s = float("-inf")
+        self._landmark = (0, 0)
+        self._started_s = time.monotonic()
+
+    def started(self, directory: Path, address: str) -> None:
+        """The run begins."""
+        self._started_s = time.monotonic()
+        if self._console.is_terminal:
+            self._live = Live(
+                console=self._console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+
+    def output(self, worker: str, text: str, stream: Stream) -> None:
+        """One line of a worker."""
+        target = self._stdout if stream == "stdout" else self._stderr
+        if self._live is not None and target.isatty():
+            self._console.print(_prefixed(worker, text))
+            return
+        try:
+            target.write(f"[{worker}] {text}\n")
+            target.flush()
+        except BrokenPipeError:
+            # The reader went away; the logs still have everything.
+            pass
+
+    def note(self, text: str) -> None:
+        """One line of Pliant's own."""
+        self._console.print(Text(f"pliant: {text}"))
+
+    def progress(self, status: Status) -> None:
+        """How far the run is; called often."""
+        now_s = time.monotonic()
+        if self._live is not None:
+            if now_s - self._drawn_s >= REDRAW_S:
+                self._drawn_s = now_s
+                shown = Text(line(status), style="bold", no_wrap=True, overflow="ellipsis")
+                self._live.update(shown, refresh=True)
+            return
+        if status.round == 0:
+            return
+        landmark = (status.epoch, status.results)
+        if landmark != self._landmark or now_s - self._drawn_s >= PLAIN_EVERY_S:
+            self._drawn_s, self._landmark = now_s, landmark
+            self.note(line(status))
+
+    def ended(self, outcome: Outcome) -> None:
+        """The run is over."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if outcome.completed and outcome.status.round:
+            self.note(summary(outcome.status, time.monotonic() - self._started_s))
+        if outcome.exit_status != 0:
+            self.note(outcome.reason)
+        self.note(f"the run is in {_near(outcome.directory)}")
+
+
+def _near(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _prefixed(worker: str, text: str) -> Text:
+    digits = "".join(letter for letter in worker if letter.isdigit())
+    colour = _COLOURS[int(digits or 0) % len(_COLOURS)]
+    return Text.assemble((f"[{worker}] ", colour), Text.from_ansi(text))

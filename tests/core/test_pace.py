@@ -1,0 +1,52 @@
+"""How fast each worker is, from its tickets: core.pace."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pliant.core.pace import measure, unmeasured
+from pliant.core.tickets import Kind, Ticket
+
+
+def ticket(samples: int, busy_s: float, idle_s: float = 0.0, sum_s: float = 0.1) -> Ticket:
+    return Ticket(1, 1, 1, Kind.TRAIN, samples=samples, busy_s=busy_s, idle_s=idle_s, sum_s=sum_s)
+
+
+@given(st.lists(st.tuples(st.integers(1, 500), st.floats(0.0, 9.0)), min_size=1, max_size=20), st.floats(0.5, 1e4))
+def test_a_constant_speed_is_measured_exactly_however_long_it_waits(
+    contributions: list[tuple[int, float]], speed: float
+) -> None:
+    pacing = unmeasured(1)
+    for samples, idle_s in contributions:
+        pacing = measure(pacing, [ticket(samples, samples / speed, idle_s)])
+    assert pacing.paces()[0] == pytest.approx(speed, rel=1e-9)
+
+
+@given(st.floats(1.0, 1e3), st.floats(1.0, 1e3))
+def test_a_change_of_speed_is_followed_within_a_few_rounds(old: float, new: float) -> None:
+    pacing = unmeasured(1)
+    for speed in [old] * 10 + [new] * 5:
+        pacing = measure(pacing, [ticket(round(100 * speed), 100.0)])
+    assert abs(pacing.paces()[0] - new) <= abs(old - new) / 16 + 0.02
+
+
+def test_before_the_first_contribution_all_count_alike_and_later_as_the_mean_of_the_others() -> None:
+    pacing = unmeasured(3)
+    assert not pacing.measured
+    assert len(set(pacing.paces())) == 1
+    pacing = measure(pacing, [ticket(10, 1.0), ticket(30, 1.0), ticket(0, 0.0)])
+    assert pacing.measured
+    assert pacing.paces() == (10.0, 30.0, 20.0)
+
+
+def test_an_empty_round_changes_nothing() -> None:
+    pacing = measure(unmeasured(2), [ticket(10, 1.0), ticket(30, 2.0, 0.5)])
+    assert measure(pacing, [ticket(0, 0.0), ticket(0, 1.0)]) == pacing
+
+
+def test_a_round_lasts_as_long_as_its_slowest_and_a_summation_as_for_the_last_to_hand_in() -> None:
+    pacing = measure(unmeasured(2), [ticket(10, 1.0, 0.25, sum_s=0.75), ticket(30, 2.0, 0.5, sum_s=0.125)])
+    assert pacing.round_s == 2.5
+    assert pacing.sum_s == 0.125

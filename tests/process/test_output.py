@@ -1,0 +1,159 @@
+"""What is shown of workers' output, what is known of a run, what the environment says."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pliant.core import journal
+from pliant.errors import UsageError
+from pliant.launch.output import LineSplitter, SeenTracebacks, TracebackFilter
+from pliant.runtime.environment import Job, environment_of, job_from
+from pliant.runtime.status import Tally
+from pliant.ui import progress
+
+TRACEBACK = ["Traceback (most recent call last):", '  File "train.py", line 1', "ValueError: wrong"]
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n"))), st.data())
+def test_lines_survive_any_cutting(lines: list[str], data: st.DataObject) -> None:
+    stream = "".join(f"{line}\n" for line in lines).encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=5)))
+    splitter = LineSplitter()
+    shown: list[str] = []
+    for start, stop in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        shown += splitter.feed(stream[start:stop], 0.0)
+    assert shown + splitter.end() == lines
+
+
+@given(st.binary(), st.lists(st.integers(1, 9)))
+def test_any_bytes_become_lines_without_line_ends(stream: bytes, sizes: list[int]) -> None:
+    splitter = LineSplitter()
+    shown: list[str] = []
+    for size in sizes:
+        shown += splitter.feed(stream[:size], float(size))
+        stream = stream[size:]
+    shown += splitter.feed(stream, 0.0) + splitter.end()
+    assert not any("\n" in line or "\r" in line for line in shown)
+
+
+def test_a_line_without_end_is_shown_at_the_end() -> None:
+    splitter = LineSplitter()
+    assert splitter.feed(b"almost", 0.0) == []
+    assert splitter.end() == ["almost"]
+    assert splitter.end() == []
+
+
+def test_line_ends_of_other_systems() -> None:
+    splitter = LineSplitter()
+    assert splitter.feed(b"one\r\ntwo\r", 0.0) == ["one"]
+    assert splitter.feed(b"\n", 0.0) == ["two"]
+
+
+def test_a_redrawn_line_is_shown_once_a_second() -> None:
+    splitter = LineSplitter()
+    shown = [line for step in range(30) for line in splitter.feed(b"\r%d%%" % step, step / 10)]
+    assert 2 <= len(shown) <= 3
+    assert splitter.feed(b"\r100%\n", 3.0) == ["100%"]
+
+
+def test_a_traceback_is_shown_once_for_all_workers() -> None:
+    seen = SeenTracebacks()
+    first, second, cut = TracebackFilter(seen), TracebackFilter(seen), TracebackFilter(seen)
+    for line in TRACEBACK:
+        assert first.feed(line, 0.0) == [] and second.feed(line, 0.0) == []
+    assert cut.feed(TRACEBACK[0], 0.0) == []
+    assert first.end() == TRACEBACK
+    assert second.end() == [] and cut.end() == []
+
+
+def test_another_traceback_is_shown() -> None:
+    seen = SeenTracebacks()
+    first, second = TracebackFilter(seen), TracebackFilter(seen)
+    for line in TRACEBACK:
+        first.feed(line, 0.0)
+        second.feed(line.replace("wrong", "also wrong"), 0.0)
+    assert first.end() and second.end()
+
+
+def test_a_traceback_that_ends_nothing_is_shown_after_a_pause() -> None:
+    held = TracebackFilter(SeenTracebacks())
+    assert held.feed("before", 0.0) == ["before"]
+    held.feed(TRACEBACK[0], 0.0)
+    assert held.quiet(0.1) == []
+    assert held.quiet(2.0) == TRACEBACK[:1]
+    assert held.feed("after", 1.0) == ["after"]
+
+
+def round_record(number: int, samples: list[int], applied: bool = True) -> journal.RoundRecord:
+    tickets = [journal.TicketLine([], 1, n, float(n), 0.5, 0.1, 0.0, 0.0, 0.0, 1.0, 0) for n in samples]
+    batch = sum(samples)
+    return journal.RoundRecord(1, number, 1, batch, batch, 1.0, 0.1, 0.25, applied, batch * number, tickets)
+
+
+def test_the_status_follows_the_journal() -> None:
+    tally = Tally("job", ["w0", "w1", "w2"])
+    tally.plan(4, None)
+    tally.add(journal.EraRecord(1, ["w0", "w1", "w2"]), 0.0)
+    tally.add(journal.PhaseRecord(1, "train", 1, 80, 80, [4, 4, 4], [1, 1, 1], 0), 0.0)
+    for number in range(1, 5):
+        tally.add(round_record(number, [6, 4, 0], applied=number != 2), number / 2)
+    tally.tick(2.0)
+    status = tally.status
+    assert (status.samples_total, status.epoch_done, status.skipped, status.spares) == (40, 40, 1, 1)
+    assert status.samples_per_s == pytest.approx(20.0)
+    assert [worker.pace for worker in status.workers] == pytest.approx([12.0, 8.0, 0.0])
+    # 1.5 of 4 epochs took 2 s.
+    assert status.eta_s == pytest.approx(2.0 * 2.5 / 1.5)
+    tally.add(journal.PhaseEndRecord(2, [], 0.75), 2.0)
+    tally.tick(60.0)
+    assert status.samples_per_s == 0.0 and status.result == 0.75
+    assert re.search(r"epoch 2/4 50% · .* · batch 10 · rate 0\.1 · loss 0\.2500 · ", progress.line(status))
+    assert "1 spare" in progress.line(status) and "1 skipped" in progress.line(status)
+
+
+def test_a_log_gets_plain_lines() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    screen = progress.Terminal(out, err)
+    tally = Tally("job", ["w0"])
+    tally.add(journal.EraRecord(1, ["w0"]), 0.0)
+    tally.add(journal.PhaseRecord(1, "train", 0, 8, 8, [4], [1], 0), 0.0)
+    screen.progress(tally.status)
+    tally.add(round_record(1, [4]), 0.1)
+    for _ in range(3):
+        screen.progress(tally.status)
+    screen.output("w0", "[bold]hello[/bold]", "stdout")
+    assert out.getvalue() == "[w0] [bold]hello[/bold]\n"
+    assert err.getvalue().count("\n") == 1 and err.getvalue().startswith("pliant: epoch 1 50%")
+
+
+@given(
+    st.builds(
+        Job,
+        st.just("127.0.0.1:1"),
+        st.text(min_size=1),
+        st.just("w0"),
+        st.floats(0.001, 1.0),
+        st.none() | st.integers(1, 10**6),
+    )
+)
+def test_a_job_survives_the_environment(job: Job) -> None:
+    assert job_from(environment_of(job)) == job
+
+
+def test_no_job_in_the_environment() -> None:
+    assert job_from({"PLIANT_PACE": "0.5"}) is None
+
+
+@pytest.mark.parametrize(
+    "changed", [{"PLIANT_TOKEN": ""}, {"PLIANT_PACE": "2"}, {"PLIANT_PACE": "x"}, {"PLIANT_SIZE": "0"}]
+)
+def test_a_broken_environment_is_refused(changed: dict[str, str]) -> None:
+    environment = environment_of(Job("127.0.0.1:1", "secret", "w0"))
+    with pytest.raises(UsageError) as caught:
+        job_from({**environment, **changed})
+    assert next(iter(changed)) in str(caught.value) and "secret" not in str(caught.value)
