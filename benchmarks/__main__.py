@@ -5,7 +5,9 @@ Holds     The exit status is 0 only if every judged target is met.
 """
 
 import argparse
+import signal
 import sys
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +15,13 @@ from rich.console import Console
 from benchmarks import harvest, overhead, report
 from benchmarks.judge import judge, read_targets
 from benchmarks.results import Results, machine, read, write
+
+
+FILE_WIDTH = 160  # of tables where the output is no terminal
+
+
+def _say(line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -28,20 +37,20 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _harvested(quick: bool, only: list[str], console: Console) -> tuple[Results, frozenset[str]]:
+def _harvested(quick: bool, only: list[str], say: harvest.Say) -> tuple[Results, frozenset[str]]:
     chosen = harvest.selection(only)
     facts = machine()
-    runs = harvest.measure(harvest.QUICK if quick else harvest.FULL, chosen, console.log)
+    runs = harvest.measure(harvest.QUICK if quick else harvest.FULL, chosen, say)
     asked = frozenset({*chosen.systems, *chosen.models, *chosen.clusters, "solo"})
     return Results("harvest", quick, facts, runs), asked
 
 
-def _overheads(quick: bool, only: list[str], console: Console) -> tuple[Results, frozenset[str]]:
+def _overheads(quick: bool, only: list[str], say: harvest.Say) -> tuple[Results, frozenset[str]]:
     parts = overhead.selection(only)
     schedule = overhead.QUICK if quick else overhead.FULL
     facts = machine()
-    runs = overhead.measure(schedule, parts, console.log)
-    memory = overhead.measure_memory(schedule, parts, console.log)
+    runs = overhead.measure(schedule, parts, say)
+    memory = overhead.measure_memory(schedule, parts, say)
     systems = {"alone": overhead.ALONE, "pair": overhead.PAIR, "memory": overhead.MEMORY}
     asked = frozenset({*(name for part in parts for name in systems[part]), "small", "large", "real"})
     return Results("overhead", quick, facts, runs, memory), asked
@@ -54,10 +63,12 @@ def main() -> int:
         print("\n".join(report.markdown(sheet) for sheet in report.sheets(results)))
         print(report.facts(results))
         return 0
-    console = Console(log_path=False)
+    # An ending by signal must still end the worker processes: as an exception it does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    console = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
     measure = _harvested if arguments.command == "harvest" else _overheads
     try:
-        results, asked = measure(arguments.quick, arguments.only, console)
+        results, asked = measure(arguments.quick, arguments.only, _say)
     except ValueError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2

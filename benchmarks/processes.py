@@ -45,6 +45,7 @@ SYSTEMS = {
         System("limit"),
         System("pliant_floating", launched=True),
         System("oracle"),
+        System("oracle_256"),
         System("pliant_fixed", launched=True),
         System("ddp"),
         System("accumulate"),

@@ -1,10 +1,10 @@
 """DistributedDataParallel with shares set by an oracle that knows every worker's present speed.
 
 Question  How well does a synchronous group do if nothing has to be measured?
-Holds     The batch is 64; its division makes the slowest worker's time as short as whole samples
-          allow. DDP averages over workers, so each weighs its mean by share · workers / 64: the mean
+Holds     The batch is 64 (256 in oracle_256); its division makes the slowest worker's time as short as whole samples
+          allow. DDP averages over workers, so each weighs its mean by share · workers / batch: the mean
           over samples is exact. In the one step at a redraw in which two workers' clocks lie on
-          either side of it, the shares may add up to slightly more or less than 64.
+          either side of it, the shares may add up to slightly more or less than it.
 Source    LB-BSP (Chen et al. 2020), with the truth in place of its prediction.
 """
 
@@ -27,17 +27,17 @@ def shares(batch: int, milliseconds: Sequence[float]) -> list[int]:
     return given
 
 
-def train(worker: Worker) -> None:
+def train(worker: Worker, batch: int = 64) -> None:
     model = wrapped(worker)
-    plan = worker.plan
+    workers = worker.plan.workers
 
     def share() -> int:
-        speeds = [worker.device_ms(index) for index in range(plan.workers)]
-        return shares(plan.batch, speeds)[worker.index]
+        speeds = [worker.device_ms(index) for index in range(workers)]
+        return shares(batch, speeds)[worker.index]
 
     for x, y in worker.batches(share):
         worker.optimizer.zero_grad()
         loss = worker.loss(model, x, y)
-        (loss * (len(x) * plan.workers / plan.batch)).backward()
+        (loss * (len(x) * workers / batch)).backward()
         worker.optimizer.step()
         worker.finished(len(x), updated=True)

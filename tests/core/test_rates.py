@@ -74,17 +74,19 @@ def test_behind_the_filter_the_noise_is_bounded_too_and_the_target_reached(k: fl
         carried = momentum**2 * carried + (1 - momentum**2) / now
         peak = max(peak, rate.factor**2 * carried / now)
     assert rate.factor == pytest.approx(k, rel=1e-3)
-    assert peak <= 1.06
+    assert peak <= 1.05 + 1e-9
 
 
 @pytest.mark.parametrize(("k", "peak"), [(2, 1.81), (4, 3.4), (8, 6.7), (16, 13.2)])
 def test_without_a_ramp_the_noise_would_be_what_the_paper_note_says(k: int, peak: float) -> None:
     assert k * (0.81 + 0.19 / k) == pytest.approx(peak, rel=0.02)
-    assert ramp_rounds(k, 1.0, 0.9) == math.ceil((1.2 + 0.45 * math.log2(k)) / 0.1)
+    assert ramp_rounds(k, 1.0, 0.9) == math.ceil((1.2 + 0.45 * math.log2(k)) / (1.0 - 0.9))
 
 
 def test_without_momentum_there_is_nothing_to_ramp() -> None:
-    assert follow(steady(1.0), batch=50_000, reference=REFERENCE, rule="linear", momentum=0.0).factor == 5.9
+    assert follow(steady(1.0), batch=50_000, reference=REFERENCE, rule="linear", momentum=0.0).factor == pytest.approx(
+        5.9
+    )
 
 
 def test_small_fluctuations_are_followed_without_a_ramp() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from driver import Break, Call, Play, Scene, played
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from scenes import scenes
 
 from pliant.core import rounds
@@ -93,3 +94,126 @@ def test_rounds_count_what_they_were_handed(scene: Scene) -> None:
             assert limit is None or total <= limit
             spoiled = any(ticket.flags & Flag.NONFINITE for ticket in record.tickets)
             assert record.applied == (not spoiled and record.weight > 0)
+
+
+def end_idle_s(play: Play, phase: int) -> float:
+    """The longest time between a worker's last finished micro-batch and the end of the last one of all."""
+    work = play.work(phase)
+    start_s = min(mine[0].start_s for mine in work if mine)
+    end_s = max(mine[-1].stop_s for mine in work if mine)
+    return max(end_s - (mine[-1].stop_s if mine else start_s) for mine in work)
+
+
+def mid_idle(play: Play, phase: int) -> float:
+    """The part of all workers' time spent waiting while there were positions left to deal."""
+    work = [one for mine in play.work(phase) for one in mine]
+    busy_s = sum(one.stop_s - one.start_s for one in work)
+    waits = [wait for worker in play.workers for wait in worker.waits if wait.phase == phase and not wait.last]
+    return sum(wait.stop_s - wait.start_s for wait in waits) / busy_s
+
+
+PACED = st.sampled_from([5.0, 10.0, 20.0, 40.0, 80.0, 160.0])
+
+
+@st.composite
+def measured_scenes(draw: st.DrawFn) -> Scene:
+    """A first epoch to measure the paces, and a second one of any length; constant speeds."""
+    members = draw(st.integers(2, 6))
+    each = {"min_size": members, "max_size": members}
+    speeds = tuple(draw(st.lists(PACED, **each)))
+    size = st.sampled_from([2, 4, 8, 16, 32])
+    sizes = tuple(draw(st.one_of(st.lists(size, **each), size.map(lambda one: [one] * members))))
+    fastest_s = min(size / speed for size, speed in zip(sizes, speeds, strict=True))
+    kind = draw(st.sampled_from([Kind.TRAIN, Kind.TRAIN, Kind.EVALUATE]))
+    return Scene(
+        policy=Policy(32, floating=True),
+        speeds=speeds,
+        sizes=sizes,
+        script=(Call(kind, 800), Call(kind, draw(st.integers(1, 1500)), 1)),
+        ahead=tuple(draw(st.one_of(st.just([0] * members), st.lists(st.sampled_from([0, 2, 8]), **each)))),
+        sum_s=draw(st.sampled_from([0.01, 0.1, 1.0, 4.0])) * fastest_s,
+    )
+
+
+def slowest_s(scene: Scene) -> float:
+    """One micro-batch of the slowest worker; shares are whole, so a sample more."""
+    return max((size + 1) / speed for size, speed in zip(scene.sizes, scene.speeds, strict=True))
+
+
+@settings(max_examples=200)
+@given(measured_scenes())
+def test_at_the_end_nobody_waits_longer_than_a_micro_batch_of_the_slowest(scene: Scene) -> None:
+    assert end_idle_s(played(scene), 2) <= slowest_s(scene) + scene.sum_s + 1e-9
+
+
+@settings(max_examples=100)
+@given(measured_scenes())
+def test_with_an_open_batch_nobody_waits_in_mid_epoch(scene: Scene) -> None:
+    assert mid_idle(played(scene), 2) <= 0.01
+
+
+@settings(max_examples=80)
+@given(measured_scenes(), st.sampled_from([1, 2, 4]))
+def test_a_fixed_batch_ends_together_too_where_shares_are_not_at_the_floor(scene: Scene, times: int) -> None:
+    batch = int(2 * times * sum(scene.speeds) / min(scene.speeds))
+    calls = tuple(replace(call, kind=Kind.TRAIN) for call in scene.script)
+    # The first round of a run knows no paces: a batch that is an epoch is shared evenly then, so only the second counts.
+    scene = replace(scene, policy=Policy(batch), script=(replace(calls[0], length=3 * batch), calls[1]))
+    assert end_idle_s(played(scene), 2) <= slowest_s(scene) + scene.sum_s + 1e-9
+
+
+@pytest.mark.parametrize("policy", [Policy(32), Policy(32, delay=0), Policy(32, floating=True)])
+def test_evaluate_inside_batches_is_called_by_all_at_the_same_round(policy: Policy) -> None:
+    script = (Call(Kind.TRAIN, 403), Call(Kind.EVALUATE, 31), Call(Kind.TRAIN, 403, 1))
+    play = played(Scene(policy, (100.0, 40.0, 20.0), (8, 8, 4), script, evaluates_every=3))
+    assert sum(phase.task == "evaluate" for phase in phases(play).values()) > 3
+    results = [record.result for record in play.records if isinstance(record, PhaseEndRecord)]
+    assert all(result == pytest.approx(0.1) for result in results if result is not None)
+
+
+def test_a_break_cuts_what_was_not_reached() -> None:
+    breaks = (Break(1, 3, computed=False),)
+    play = played(Scene(Policy(8), (10.0, 10.0), (4, 4), (Call(Kind.TRAIN, 100, breaks=breaks),)))
+    used, cut = positions(play, 1)
+    assert used
+    assert cut[-1] == 99
+    assert sorted(used + cut) == list(range(100))
+
+
+def test_samples_end_inside_an_epoch() -> None:
+    scene = Scene(Policy(8), (10.0, 10.0), (4, 4), (Call(Kind.TRAIN, 50), Call(Kind.TRAIN, 50, 1)), samples_limit=70)
+    assert [phase.limit for phase in phases(played(scene)).values()] == [50, 20]
+
+
+def entering(**changed: object) -> Ticket:
+    return replace(Ticket(1, 0, 0, Kind.TRAIN, Flag.OPENING, length=10, size=2), **changed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"length": 9}, "dataset lengths differ: 10 samples on w0 but 9 on w1"),
+        ({"order": 1}, "the order of the samples differs between w0 and w1"),
+        ({"epoch": 1}, "w0 is in epoch 0 but w1 in epoch 1"),
+        ({"kind": Kind.EVALUATE}, "w0 is in the start of batches while w1 is in the start of evaluate"),
+        ({"flags": Flag.NONE}, "w0 is in the start of batches while w1 is in the middle of batches"),
+        ({"kind": Kind.END}, "w1 is in the end of the script"),
+        ({"digest": 1}, "w0 and w1 disagree about the run's state"),
+    ],
+)
+def test_workers_that_do_different_things_are_named(changed: dict[str, object], said: str) -> None:
+    group = rounds.founded(Policy(4), 1, [WorkerId("w0"), WorkerId("w1")])
+    answer = rounds.opened(group, [entering(), entering(**changed)])
+    assert isinstance(answer, Mismatch)
+    assert said in answer.reason
+
+
+def test_alone_there_is_nothing_to_overlap_with() -> None:
+    play = played(Scene(Policy(8, delay=1), (10.0,), (8,), (Call(Kind.TRAIN, 20),)))
+    assert [record.batch for record in settlements(play)] == [8, 8, 4]
+    assert {where for _, _, where in play.workers[0].outcomes} == {"step"}
+
+
+def test_an_open_batch_alone_is_the_reference_batch() -> None:
+    play = played(Scene(Policy(8, floating=True), (10.0,), (8,), (Call(Kind.TRAIN, 20),)))
+    assert [record.batch for record in settlements(play)] == [8, 8, 4]

@@ -67,4 +67,6 @@ def follow(rate: Rate, *, batch: int, reference: int, rule: str, momentum: float
         return Rate(target, filtered, 0.0, noise)
     # A ramp keeps its first slope: dividing what is left anew each round would never arrive.
     step = max(rate.step, (target - rate.factor) / ramp_rounds(target, rate.factor, momentum))
-    return Rate(min(target, rate.factor + step), filtered, step, noise)
+    # A target that moves while the ramp runs can make it too steep; the noise itself is the bound.
+    ceiling = target * math.sqrt(_EXCESS / (k * noise))
+    return Rate(min(rate.factor + step, max(rate.factor, ceiling)), filtered, step, noise)

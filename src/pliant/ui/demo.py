@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -34,10 +35,10 @@ from pliant.runtime.status import Status, WorkerStatus
 from pliant.ui import progress
 
 PACES = (1.0, 1.0, 0.5, 0.25)
-DEVICE = 0.5
-"""A device of pace 1 is half a core: four of them at the paces above then fit into two cores, and
-their speeds are their own and not the scheduler's."""
-EPOCHS = 10
+DEVICE = 1 / 3
+"""A device of pace 1 is a third of a core: all four then need one core together, so that on two cores, even if they
+are not idle, the speeds are the devices' and not the scheduler's."""
+EPOCHS = 8
 BATCH = 128
 SIZE = 16
 LOOK_S = 0.1
@@ -79,7 +80,7 @@ def main() -> int:
     """Show the demo; the exit status."""
     console = Console(highlight=False)
     paces = ", ".join(f"{pace:g}" for pace in PACES)
-    console.print(f"Four workers of paces {paces} train a small CNN on 1500 digits, batch {BATCH}, {EPOCHS} epochs.")
+    console.print(f"Four workers of paces {paces} train a small CNN on digits, batch {BATCH}.")
     with tempfile.TemporaryDirectory(prefix="pliant-demo-") as name:
         results = Path(name)
         _write_digits(results)
@@ -97,7 +98,7 @@ def main() -> int:
     show(console, pliant, ddp)
     problems = audit(records).problems
     found = "; ".join(problems[:3]) or "every sample was used exactly once per epoch"
-    console.print(f"Audit of Pliant's journal: {found}.")
+    console.print(f"Audit of Pliant's journal: {found}.", soft_wrap=True)
     ratio = pliant.samples_per_s / ddp.samples_per_s
     console.print(f"[bold]On the same devices Pliant trained {ratio:.1f} times as fast as DDP.[/bold]")
     return 1 if problems else 0
@@ -218,7 +219,7 @@ def _ddp_status(figures: dict[str, Any]) -> Status:
         epoch=figures["epoch"],
         epochs=EPOCHS,
         epoch_done=figures["done"],
-        epoch_length=1500,
+        epoch_length=figures["length"],
         batch=BATCH,
         samples_per_s=figures["samples_per_s"],
         loss=figures["loss"],
@@ -226,34 +227,27 @@ def _ddp_status(figures: dict[str, Any]) -> Status:
 
 
 def show(console: Console, pliant: Result, ddp: Result) -> None:
-    """The two tables."""
-    workers = Table(title="\nWhat each worker did", title_justify="left")
-    workers.add_column("worker")
-    for name in ("pace", "Pliant share", "samples", "idle s", "idle", "DDP share", "samples", "idle s", "idle"):
-        workers.add_column(name, justify="right")
+    """The table: each worker, then all of them."""
+    workers = Table("worker", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("pace", "Pliant:\nshare", "samples", "idle", "DDP:\nshare", "samples", "idle"):
+        workers.add_column(name, justify="right", vertical="bottom", no_wrap=True)
     for place, pace in enumerate(PACES):
         workers.add_row(f"w{place}", f"{pace:g}", *_cells(pliant, place), *_cells(ddp, place))
     console.print(workers)
-    whole = Table(title="\nWhat all of them did", title_justify="left")
-    for name in ("", "Pliant", "DDP"):
-        whole.add_column(name, justify="right" if name else "left")
+    whole = Table("all workers", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("Pliant", "DDP"):
+        whole.add_column(name, justify="right")
     whole.add_row("samples/s", f"{pliant.samples_per_s:,.0f}", f"{ddp.samples_per_s:,.0f}")
     whole.add_row("seconds of training", f"{pliant.trained_s:.1f}", f"{ddp.trained_s:.1f}")
     whole.add_row("harvest", f"{pliant.harvest:.2f}", f"{ddp.harvest:.2f}")
     whole.add_row("accuracy", f"{pliant.accuracy:.3f}", f"{ddp.accuracy:.3f}")
     console.print(whole)
-    console.print(
-        "Harvest: samples/s of the group over the sum of the workers' own speeds (their samples over the time they "
-        "did not wait). 1 means that nobody ever waited."
-    )
+    console.print("Harvest: samples/s of the group over the sum of the workers' own speeds (samples")
+    console.print("over the time in which they did not wait). At 1 nobody ever waits.")
 
 
-def _cells(result: Result, place: int) -> tuple[str, str, str, str]:
+def _cells(result: Result, place: int) -> tuple[str, str, str]:
     share = result.shares[place]
     part = share.samples / sum(each.samples for each in result.shares)
-    return (
-        f"{part:.0%}",
-        f"{share.samples:,}",
-        f"{share.idle_s:.1f}",
-        f"{share.idle_s / (share.busy_s + share.idle_s):.0%}",
-    )
+    waited = share.idle_s / (share.busy_s + share.idle_s)
+    return f"{part:.0%}", f"{share.samples:,}", f"{share.idle_s:.1f} s {waited:3.0%}"

@@ -116,7 +116,9 @@ def main() -> None:
             if wanted.place == 0:
                 elapsed_s = trained_s + time.perf_counter() - start_s
                 speed = (epoch * len(train_set) + done) / elapsed_s
-                _leave(results / "ddp.json", epoch=epoch, done=done, samples_per_s=speed, loss=loss)
+                _leave(
+                    results / "ddp.json", epoch=epoch, done=done, length=len(train_set), samples_per_s=speed, loss=loss
+                )
         trained_s += time.perf_counter() - start_s
     with torch.no_grad():
         told, of = correct(model.eval(), next(iter(DataLoader(test_set, TESTED_ON))))

@@ -1,0 +1,127 @@
+"""Who is dealt what: core.dealing, alone and in groups of virtual workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from driver import Scene, played
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scenes import scenes
+
+from pliant.core import dealing, ledger
+from pliant.core.journal import PhaseEndRecord, PhaseRecord, RoundRecord
+from pliant.core.ledger import samples_of
+from pliant.core.pace import Pace, Pacing
+from pliant.core.rounds import Policy
+from pliant.core.shares import shares
+from pliant.core.tickets import Flag
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[Pacing, list[int], list[int]]:
+    """Paces, micro-batch sizes and look-ahead of a few workers."""
+    members = draw(st.integers(1, 6))
+    each = {"min_size": members, "max_size": members}
+    paces = draw(st.lists(st.sampled_from([0.0, 1.0, 7.5, 20.0, 33.0, 160.0]), **each))
+    round_s = draw(st.sampled_from([0.05, 0.4, 3.0]))
+    pacing = Pacing(tuple(Pace(pace, 1.0) for pace in paces), round_s, draw(st.sampled_from([0.0, 0.01, 1.0])))
+    sizes = draw(st.lists(st.integers(1, 32), **each))
+    return pacing, sizes, draw(st.lists(st.sampled_from([0, 2, 8]), **each))
+
+
+@settings(max_examples=150)
+@given(groups(), st.integers(1, 128), st.integers(0, 600), st.sampled_from([1, 2]))
+def test_a_fixed_batch_is_promised_exactly_round_by_round(
+    group: tuple[Pacing, list[int], list[int]], batch: int, limit: int, contributions: int
+) -> None:
+    pacing, sizes, ahead = group
+    dealt = dealing.fixed(ledger.opened(limit, len(sizes)), pacing, batch, sizes, ahead, contributions)
+    promised = [len(hand.quotas) for hand in dealt.hands]
+    assert len(set(promised)) == 1
+    assert promised[0] >= min(contributions, -(-limit // batch))
+    at = [0] * len(sizes)
+    for number in range(promised[0]):
+        share: list[int] = []
+        for member, hand in enumerate(dealt.hands):
+            quota = hand.quotas[number]
+            micro_batches = [samples_of(mb) for mb in hand.queue[at[member] : at[member] + quota]]
+            at[member] += quota
+            share.append(sum(micro_batches))
+            assert max(micro_batches, default=0) <= sizes[member]
+            alone = sizes[member] <= 2 or share[member] == 1
+            assert min(micro_batches, default=2) > 1 or alone
+        left = limit - number * batch
+        assert sum(share) == min(batch, left)
+        if left >= batch:
+            least = 1 if batch < 2 * len(sizes) else 2
+            assert tuple(share) == shares(batch, pacing.paces(), least)
+            assert min(share) >= min(1, batch // len(sizes))
+        else:
+            assert 1 not in share or left == 1
+    assert [hand.granted for hand in dealt.hands] == at == [sum(hand.quotas) for hand in dealt.hands]
+
+
+@settings(max_examples=200)
+@given(groups(), st.integers(1, 2000), st.one_of(st.none(), st.integers(1, 200)))
+def test_an_open_batch_leaves_nobody_without_work_while_there_is_plenty(
+    group: tuple[Pacing, list[int], list[int]], limit: int, at_most: int | None
+) -> None:
+    pacing, sizes, ahead = group
+    dealt = dealing.floating(ledger.opened(limit, len(sizes)), pacing, at_most, sizes, ahead)
+    cut = dealing.micro_batch_sizes(pacing, at_most, sizes)
+    working = len(sizes) if at_most is None else min(len(sizes), at_most)
+    assert sum(hand.granted for hand in dealt.hands) > 0
+    for member, hand in enumerate(dealt.hands):
+        assert max((samples_of(mb) for mb in hand.queue), default=0) <= cut[member] <= sizes[member]
+        if member >= working:
+            assert not hand.queue
+        # Its part of everything is a micro-batch or more, at any pace in the group.
+        elif limit * min(pacing.paces()) / sum(pacing.paces()) >= 2 * cut[member] and at_most is None:
+            assert hand.granted > 0
+        singles = sum(samples_of(mb) == 1 for mb in hand.queue)
+        assert singles == 0 or cut[member] <= 2 or limit < 2 * working
+
+
+@settings(max_examples=100)
+@given(groups(), st.integers(1, 2000), st.integers(1, 300))
+def test_limits_of_contributions_add_up_to_the_bound(
+    group: tuple[Pacing, list[int], list[int]], limit: int, at_most: int
+) -> None:
+    pacing, sizes, _ = group
+    limits = dealing.contribution_limits(pacing, at_most, len(sizes))
+    assert sum(limits) <= at_most
+    cut = dealing.micro_batch_sizes(pacing, at_most, sizes)
+    working = min(len(sizes), at_most)
+    assert all(size <= bound for size, bound in zip(cut[:working], limits[:working], strict=True))
+    assert limits[working:] == (0,) * (len(sizes) - working)
+
+
+@settings(max_examples=100)
+@given(scenes())
+def test_a_group_never_exceeds_the_bound_of_an_open_batch(scene: Scene) -> None:
+    at_most = 1 + scene.policy.batch // 2
+    scene = replace(scene, policy=Policy(scene.policy.batch, floating=True, at_most=at_most))
+    for record in played(scene).records:
+        if isinstance(record, RoundRecord) and len(scene.speeds) > 1:
+            assert record.batch <= at_most
+
+
+@settings(max_examples=100)
+@given(scenes())
+def test_every_round_of_a_fixed_batch_but_the_last_is_full(scene: Scene) -> None:
+    scene = replace(scene, policy=replace(scene.policy, floating=False, at_most=None))
+    records = played(scene).records
+    limits = {record.phase: record.limit for record in records if isinstance(record, PhaseRecord)}
+    used = dict.fromkeys(limits, 0)
+    for record, after in zip(records, records[1:], strict=False):
+        if isinstance(record, RoundRecord):
+            used[record.phase] += record.batch
+            if isinstance(after, PhaseEndRecord):
+                broken = any(ticket.flags & Flag.BREAK for ticket in record.tickets)
+                left = limits[record.phase] % scene.policy.batch or scene.policy.batch
+                assert record.batch == left or broken
+            else:
+                assert record.batch == scene.policy.batch
+                if scene.policy.batch >= len(scene.speeds):
+                    assert min(ticket.samples for ticket in record.tickets) >= 1

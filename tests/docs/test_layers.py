@@ -1,0 +1,121 @@
+"""DESIGN's layers: nothing imports up or sideways, and what a layer must not touch it does not name."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "pliant"
+
+BOTTOM = {"types", "errors"}
+SIBLINGS = {"core", "control", "tensors"}
+USER_SIDE = {"run", "data", "settings"}
+ALLOWED = {
+    "types": set[str](),
+    "errors": set[str](),
+    **{layer: BOTTOM for layer in SIBLINGS},
+    "runtime": BOTTOM | SIBLINGS,
+    **{layer: BOTTOM | SIBLINGS | USER_SIDE | {"runtime"} for layer in USER_SIDE},
+    # The package itself hands out the user side's names, on first use.
+    "pliant": BOTTOM | USER_SIDE,
+    "launch": BOTTOM | SIBLINGS | USER_SIDE | {"runtime"},
+    # The command starts runs; the demo's scripts are users and import the package.
+    "ui": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "launch", "pliant"},
+    "testing": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "launch", "ui", "pliant"},
+}
+"""layer → the layers it may import, besides itself"""
+
+EFFECTS = {"torch", "numpy", "time", "random", "os", "socket", "threading", "logging", "asyncio"}
+ENVIRONMENT = "runtime/environment.py"
+UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+
+
+def modules() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def layer_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return "pliant" if parts == ("__init__",) else parts[0]
+
+
+def imported(tree: ast.AST, path: Path) -> Iterator[str]:
+    """Full dotted names of everything a module imports, at its top or inside functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            # ``from . import x`` is resolved against the package of the module.
+            package = ("pliant", *path.relative_to(SOURCE).parts[:-1])
+            start = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join((*start, *([node.module] if node.module else [])))
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def layers_imported(path: Path) -> set[str]:
+    names = [name.split(".") for name in imported(ast.parse(path.read_text()), path)]
+    own = [name[1] if len(name) > 1 else "pliant" for name in names if name[0] == "pliant"]
+    # A name of the package itself (pliant.join) is an import of the package.
+    return {name if name in ALLOWED else "pliant" for name in own}
+
+
+def foreign(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imported(ast.parse(path.read_text()), path)} - {"pliant"}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_nothing_imports_up_or_sideways(path: Path) -> None:
+    layer = layer_of(path)
+    assert layer in ALLOWED, f"{path} belongs to no layer of DESIGN"
+    assert layers_imported(path) <= ALLOWED[layer] | {layer}
+
+
+def test_the_user_side_and_the_launcher_do_not_know_each_other() -> None:
+    """A training script needs no launcher: it may be started by anything that sets the environment."""
+    for path in modules():
+        if layer_of(path) in USER_SIDE | {"pliant"}:
+            assert not layers_imported(path) & {"launch", "ui"}
+        if layer_of(path) == "launch":
+            assert not layers_imported(path) & USER_SIDE
+
+
+def test_core_has_no_effects() -> None:
+    for path in modules():
+        if layer_of(path) in {"core", *BOTTOM}:
+            assert not foreign(path) & EFFECTS, path
+
+
+def test_control_needs_no_torch() -> None:
+    for path in modules():
+        if layer_of(path) == "control":
+            assert "torch" not in foreign(path), path
+
+
+def test_one_module_reads_the_environment() -> None:
+    for path in modules():
+        if str(path.relative_to(SOURCE)) == ENVIRONMENT:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = {node.attr} if isinstance(node, ast.Attribute) else set[str]()
+            if isinstance(node, ast.ImportFrom) and node.module == "os":
+                names |= {alias.name for alias in node.names}
+            assert not names & {"environ", "environb", "getenv", "getenvb"}, f"{path}:{getattr(node, 'lineno', 0)}"
+
+
+def test_nothing_unsafe_is_loaded() -> None:
+    """No pickle on the wire or in files."""
+    for path in modules():
+        tree = ast.parse(path.read_text())
+        assert not foreign(path) & UNSAFE, path
+        assert not {"torch.load", "torch.save"} & set(imported(tree, path)), path
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+                assert node.attr not in {"load", "save"}, f"{path}:{node.lineno}"
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    for path in modules():
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
