@@ -16,7 +16,6 @@ from benchmarks import harvest, overhead, report
 from benchmarks.judge import judge, read_targets
 from benchmarks.results import Results, machine, read, write
 
-
 FILE_WIDTH = 160  # of tables where the output is no terminal
 
 
@@ -89,6 +88,9 @@ def _show(results: Results, asked: frozenset[str], console: Console) -> int:
         console.print(
             f"[bold]{'met' if verdict.met else 'missed'}[/]  {verdict.name}: {verdict.detail}", soft_wrap=True
         )
+    mine = sum(target.benchmark == results.benchmark for target in targets.target)
+    if len(verdicts) < mine:
+        console.print(f"{mine - len(verdicts)} targets not judged: --only left out part of what they compare")
     console.print(report.facts(results))
     return 0 if all(verdict.met for verdict in verdicts) else 1
 

@@ -21,9 +21,8 @@ from torch.utils.data import Dataset, random_split
 import pliant
 
 MODULES = (
-    *("argparse", "ast", "collections", "datetime", "decimal", "difflib", "functools", "inspect", "ipaddress"),
-    *("logging", "random", "re", "socket", "statistics", "string", "subprocess", "tempfile", "textwrap", "threading"),
-    *("unittest", "zipfile"),
+    *("argparse", "collections", "datetime", "decimal", "difflib", "functools", "inspect", "random", "re"),
+    *("statistics", "string", "subprocess", "tempfile", "textwrap", "threading"),
 )
 CONTEXT = 64
 """characters the model sees at most"""

@@ -12,6 +12,14 @@ Holds     A message is one line: what is wrong, and what to do.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+
 
 class PliantError(Exception):
     """The root of all errors that Pliant raises on purpose."""
@@ -35,3 +43,26 @@ class JournalError(PliantError):
 
 class NonFiniteLoss(PliantError):
     """Too many rounds in a row were skipped for an infinite or undefined loss or gradient."""
+
+
+def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that lies outside of Pliant."""
+    if trace is None:
+        return None
+    rest = without_own_frames(trace.tb_next)
+    if trace.tb_frame.f_globals.get("__name__", "").startswith("pliant."):
+        return rest
+    return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+
+
+def boundary(called: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
+    """A function that scripts call: where it raises a ``PliantError``, the traceback ends at the script's own line."""
+
+    @functools.wraps(called)
+    def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> Answer:
+        try:
+            return called(*arguments, **named)
+        except PliantError as error:
+            raise error.with_traceback(without_own_frames(error.__traceback__)) from None
+
+    return call

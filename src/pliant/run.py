@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from pliant import data, settings
 from pliant.core.ledger import samples_of
 from pliant.core.tickets import Kind
-from pliant.errors import PliantError, UsageError
+from pliant.errors import PliantError, UsageError, boundary, without_own_frames
 from pliant.runtime import membership
 from pliant.runtime.membership import Membership, Offer
 from pliant.runtime.update import Training
@@ -35,6 +35,7 @@ from pliant.types import WorkerId
 _LOADER_OPTIONS = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "timeout", "worker_init_fn")
 
 
+@boundary
 def join(
     model: nn.Module,
     optimizer: Optimizer,
@@ -68,18 +69,22 @@ def join(
     dead_after    seconds without a sign of life after which a worker counts as lost
     enroll        how this worker finds its group; ``pliant.testing`` brings its own
     """
-    settings.check_model(model, optimizer)
-    resolved = settings.resolved(
-        optimizer,
-        batch=batch,
-        delay=delay,
-        correction=correction,
-        rates=rates,
-        clip_norm=clip_norm,
-        schedule_by=schedule_by,
-        seed=seed,
-        dead_after=dead_after,
-    )
+    try:
+        settings.check_model(model, optimizer)
+        resolved = settings.resolved(
+            optimizer,
+            batch=batch,
+            delay=delay,
+            correction=correction,
+            rates=rates,
+            clip_norm=clip_norm,
+            schedule_by=schedule_by,
+            seed=seed,
+            dead_after=dead_after,
+        )
+    except UsageError as error:
+        membership.turned_away(error)
+        raise
 
     def prepared(members: int) -> Training:
         return Training(
@@ -124,6 +129,8 @@ class Run:
         self._settings = resolved
         self._order = order
         self._epoch = 0
+        # Samples before the last loop over batches of this epoch, and what that loop goes over.
+        self._before, self._length = 0, 1
         self._loaders: dict[tuple[Any, ...], data.Loader] = {}
         self._drawn = 0
         self._left: int | None = None
@@ -183,11 +190,7 @@ class Run:
     @property
     def progress(self) -> float:
         """Epochs done, as a float."""
-        training = [phase for phase in self._worker.group.open if phase.kind is Kind.TRAIN]
-        if not training:
-            return float(self._epoch)
-        ledger = training[0].ledger
-        return training[0].epoch + (ledger.limit - ledger.remaining) / max(1, training[0].length)
+        return self._epoch + (self.samples - self._before) / self._length
 
     # -- the loop
 
@@ -202,9 +205,11 @@ class Run:
             yield self._epoch
             self._worker.training.end_epoch()
             self._epoch += 1
+            self._before = self.samples
             if samples is not None and self.samples == before:
                 raise UsageError("an epoch trained on no sample, so samples=N is never reached: call batches in it")
 
+    @boundary
     def batches(
         self,
         dataset: Any,
@@ -238,6 +243,8 @@ class Run:
             size=self._membership.size or size,
             ahead=source.ahead,
         )
+        if kind is Kind.TRAIN:
+            self._before, self._length = self.samples, max(1, len(indices))
         reading = source.pass_over(indices, seed, epoch, self._worker.upcoming)
         try:
             while (micro_batch := self._worker.draw(phase)) is not None:
@@ -251,6 +258,8 @@ class Run:
             if _left_by_break(sys._getframe(1)):
                 self._catch_up()
             raise
+        except PliantError as error:
+            raise error.with_traceback(without_own_frames(error.__traceback__)) from None
         finally:
             self._drawn = 0
             reading.close()
@@ -267,6 +276,7 @@ class Run:
             self._loaders[key] = data.Loader(dataset, collate_fn=collate_fn, options=options)
         return self._loaders[key]
 
+    @boundary
     def backward(self, loss: Tensor, *, weight: float | None = None) -> None:
         """Compute the gradients of ``loss``, the mean over this micro-batch.
 
@@ -285,6 +295,7 @@ class Run:
         self._worker.training.backward(loss.reshape(()), weighs)
         self._worker.contributed(weighs, loss.detach().reshape(()).to(torch.float64) * weighs)
 
+    @boundary
     def step(self) -> bool:
         """Hand in and update when due. True: an update was just applied, on all workers the same.
 
@@ -294,6 +305,7 @@ class Run:
             raise UsageError("step was called outside of a loop over run.batches(…): there is nothing to hand in")
         return self._worker.step()
 
+    @boundary
     def evaluate(
         self,
         measure: Callable[[Any], tuple[Any, Any]],
@@ -362,6 +374,7 @@ class Run:
             # Raised where a loop is being left, it would only be printed: the next call raises it.
             self._trouble = error
 
+    @boundary
     def close(self) -> None:
         """Leave the run in good order, together with all others; the end of the ``with`` block does it."""
         if not self._closed:

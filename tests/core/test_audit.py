@@ -70,7 +70,7 @@ def with_ticket(record: Record, member: int, **fields: object) -> Record:
 # What is right passes.
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(scenes())
 def test_every_journal_of_the_decision_code_passes(scene: Scene) -> None:
     records = played(scene).records
@@ -271,7 +271,7 @@ def test_a_journal_out_of_order_is_named(records: list[Record], text: str) -> No
     assert found(audit(records), text)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.data())
 def test_no_record_of_a_completed_run_can_be_left_out_or_repeated(data: st.DataObject) -> None:
     records = list(example())

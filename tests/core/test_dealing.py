@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from driver import Scene, played
@@ -30,7 +31,7 @@ def groups(draw: st.DrawFn) -> tuple[Pacing, list[int], list[int]]:
     return pacing, sizes, draw(st.lists(st.sampled_from([0, 2, 8]), **each))
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(groups(), st.integers(1, 128), st.integers(0, 600), st.sampled_from([1, 2]))
 def test_a_fixed_batch_is_promised_exactly_round_by_round(
     group: tuple[Pacing, list[int], list[int]], batch: int, limit: int, contributions: int
@@ -62,7 +63,7 @@ def test_a_fixed_batch_is_promised_exactly_round_by_round(
     assert [hand.granted for hand in dealt.hands] == at == [sum(hand.quotas) for hand in dealt.hands]
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(groups(), st.integers(1, 2000), st.one_of(st.none(), st.integers(1, 200)))
 def test_an_open_batch_leaves_nobody_without_work_while_there_is_plenty(
     group: tuple[Pacing, list[int], list[int]], limit: int, at_most: int | None
@@ -83,7 +84,7 @@ def test_an_open_batch_leaves_nobody_without_work_while_there_is_plenty(
         assert singles == 0 or cut[member] <= 2 or limit < 2 * working
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(groups(), st.integers(1, 2000), st.integers(1, 300))
 def test_limits_of_contributions_add_up_to_the_bound(
     group: tuple[Pacing, list[int], list[int]], limit: int, at_most: int
@@ -97,7 +98,7 @@ def test_limits_of_contributions_add_up_to_the_bound(
     assert limits[working:] == (0,) * (len(sizes) - working)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(scenes())
 def test_a_group_never_exceeds_the_bound_of_an_open_batch(scene: Scene) -> None:
     at_most = 1 + scene.policy.batch // 2
@@ -107,14 +108,14 @@ def test_a_group_never_exceeds_the_bound_of_an_open_batch(scene: Scene) -> None:
             assert record.batch <= at_most
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(scenes())
 def test_every_round_of_a_fixed_batch_but_the_last_is_full(scene: Scene) -> None:
     scene = replace(scene, policy=replace(scene.policy, floating=False, at_most=None))
     records = played(scene).records
     limits = {record.phase: record.limit for record in records if isinstance(record, PhaseRecord)}
     used = dict.fromkeys(limits, 0)
-    for record, after in zip(records, records[1:], strict=False):
+    for record, after in itertools.pairwise(records):
         if isinstance(record, RoundRecord):
             used[record.phase] += record.batch
             if isinstance(after, PhaseEndRecord):

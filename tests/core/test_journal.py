@@ -69,7 +69,7 @@ def test_records_read_back_bit_for_bit(job: str, rounds: list[RoundRecord]) -> N
     assert list(journal.read(written(records))) == records
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_changed_byte_is_found_in_its_line(data: st.DataObject) -> None:
     lines = list(example())

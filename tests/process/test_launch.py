@@ -5,25 +5,20 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from running import LIMIT_S, Launcher, gone, records
 
 from pliant.core import journal
 from pliant.launch import local
 
 pytestmark = pytest.mark.slow
-
-LIMIT_S = 60.0
-"""Far above what any of these takes; only a hang reaches it."""
 
 PRELUDE = """
 import os, signal, subprocess, sys, threading
@@ -53,122 +48,6 @@ def wait_for_the_end(link):
         link.fail("stopped", shown=True)
         sys.exit(QUIET_EXIT)
 """
-
-
-class Running:
-    """A ``pliant run`` whose output is read line by line."""
-
-    def __init__(self, command: list[str], directory: Path) -> None:
-        self.directory = directory
-        self.process = subprocess.Popen(
-            command,
-            cwd=directory,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={name: value for name, value in os.environ.items() if not name.startswith("PLIANT_")},
-        )
-        self.lines: list[str] = []
-        self._queue: queue.Queue[str | None] = queue.Queue()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._queue.put(line.rstrip("\n"))
-        self._queue.put(None)
-
-    def until(self, text: str, times: int = 1) -> str:
-        """The first line that has ``text``, or the last of ``times`` of them."""
-        while (line := self._queue.get(timeout=LIMIT_S)) is not None:
-            self.lines.append(line)
-            times -= text in line
-            if times == 0:
-                return line
-        raise AssertionError(f"{text!r} was never printed:\n" + "\n".join(self.lines))
-
-    def wait(self) -> int:
-        """The exit status; the whole output is in ``lines`` afterwards."""
-        status = self.process.wait(LIMIT_S)
-        while (line := self._queue.get(timeout=LIMIT_S)) is not None:
-            self.lines.append(line)
-        return status
-
-    @property
-    def output(self) -> str:
-        return "\n".join(self.lines)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self._reader.join()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-
-class Launcher:
-    """Starts runs in one directory and ends what a failed test leaves."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.runs: list[Running] = []
-
-    def __call__(self, script: str, *args: str, workers: int = 2, options: tuple[str, ...] = ()) -> Running:
-        (self.directory / "train.py").write_text(PRELUDE + textwrap.dedent(script))
-        return self.command("run", "-n", str(workers), "--dir", "job", *options, "train.py", *args)
-
-    def command(self, *words: str) -> Running:
-        pliant = [sys.executable, "-W", "error", "-c", "from pliant.ui.cli import main; main()"]
-        run = Running([*pliant, *words], self.directory)
-        self.runs.append(run)
-        return run
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launcher]:
-    launcher = Launcher(tmp_path)
-    yield launcher
-    for run in launcher.runs:
-        run.close()
-    assert not processes_in(tmp_path), "a process was left behind"
-
-
-def processes_in(directory: Path) -> list[int]:
-    """Live processes whose working directory it is."""
-    found: list[int] = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and _is_in(entry, directory):
-            found.append(int(entry.name))
-    return found
-
-
-def _is_in(entry: Path, directory: Path) -> bool:
-    try:
-        running = (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-        return running and (entry / "cwd").readlink() == directory
-    except OSError:
-        return False
-
-
-def gone(pid: int) -> None:
-    """Wait until a process that is not our child has ended."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    import select
-
-    try:
-        assert select.select([descriptor], [], [], LIMIT_S)[0], f"{pid} still runs"
-    finally:
-        os.close(descriptor)
-
-
-def records(run: Running) -> list[journal.Record]:
-    with (run.directory / "job" / "journal.jsonl").open("rb") as lines:
-        return list(journal.read(lines))
 
 
 def test_a_run_ends_well(launch: Launcher) -> None:

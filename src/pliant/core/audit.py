@@ -389,8 +389,8 @@ class _Replay:
         where = f"phase {record.phase}"
         if outcome is None:
             # A phase without a position to use ends as soon as it opens.
-            at_once = self._group is not None and self._group.phases == record.phase
-            if at_once and not any(phase.number == record.phase for phase in self._group.open):
+            group = self._group
+            if group and group.phases == record.phase and all(phase.number != record.phase for phase in group.open):
                 return []
             return [f"{where}: ended, but the decision code goes on"]
         problems: list[str] = []

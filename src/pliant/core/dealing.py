@@ -2,8 +2,8 @@
 
 Question  Which micro-batches does each worker get next, so that nobody runs dry and all finish together?
 Holds     A fixed batch is dealt exactly, contribution by contribution, in shares by pace. An open batch is dealt
-          ahead of need; near the end each worker gets at most half of its part of what is left, so that deals
-          shrink geometrically and the last ones end together.
+          ahead of need; near the end each worker gets half of its part of what is left, or what it will use up
+          before the next deal, so that deals shrink geometrically and the last ones end together.
 Source    Guided self-scheduling (Polychronopoulos and Kuck 1987) for the end; the rest ours,
           docs/design/0001-data.md.
 """
@@ -21,11 +21,11 @@ from pliant.core.shares import apportion, cut, entitlements, shares
 # What an open batch deals ahead, in rounds: the contribution in progress, the next one, and as much again for
 # a round that takes twice as long because somebody slowed down.
 _ROUNDS_AHEAD = 4.0
-# What it needs at least: what a hand holds was computed in part since the last hand-in, and the next deal comes
-# a round from now.
-_ROUNDS_NEEDED = 2.0
 # ... and in micro-batches, for rounds that are shorter than one of them.
 _MICRO_BATCHES_AHEAD = 3
+# What a worker must hold to reach the next deal, in rounds: part of its hand was computed since it last handed in, and
+# deals come once a round. (And a micro-batch, because everybody finishes one before handing in.)
+_ROUNDS_NEEDED = 2.0
 # No micro-batch of a single sample where it can be helped: BatchNorm cannot train on one.
 _LEAST = 2
 # Cut into parts of at most three, any two samples or more leave no single one over.
@@ -87,7 +87,7 @@ def floating(ledger: Ledger, pacing: Pacing, at_most: int | None, sizes: Sequenc
         used = paces[member] * pacing.round_s if pacing.measured else 0.0
         wanted = math.ceil(_ROUNDS_AHEAD * used) + _MICRO_BATCHES_AHEAD * size - held[member]
         # Whole micro-batches, at most half of the worker's part or what it needs now; the last one of them all.
-        needed = math.ceil(_ROUNDS_NEEDED * used) - held[member]
+        needed = math.ceil(_ROUNDS_NEEDED * used) + size - held[member]
         bound = part if part <= size else max(size, part // 2 // size * size, min(part, -(-needed // size) * size))
         grants.append(max(0, min(bound, -(-wanted // size) * size)))
     if ledger.free - sum(grants) < _LEAST:

@@ -83,12 +83,8 @@ def deal(ledger: Ledger, member: int, sizes: Sequence[int]) -> Ledger:
             cursor += missing
         dealt.append(joined(spans))
     hand = ledger.hands[member]
-    return replace(
-        ledger,
-        cursor=cursor,
-        returned=tuple(returned),
-        hands=_replaced(ledger.hands, member, replace(hand, queue=hand.queue + tuple(dealt))),
-    )
+    hand = Hand(hand.queue + tuple(dealt), hand.granted, hand.quotas)
+    return Ledger(ledger.limit, cursor, tuple(returned), _replaced(ledger.hands, member, hand))
 
 
 def grant(ledger: Ledger, member: int, granted: int) -> Ledger:
@@ -96,15 +92,16 @@ def grant(ledger: Ledger, member: int, granted: int) -> Ledger:
     hand = ledger.hands[member]
     if not hand.granted <= granted <= len(hand.queue):
         raise ValueError(f"a grant only grows, up to the {len(hand.queue)} micro-batches in the hand")
-    return replace(ledger, hands=_replaced(ledger.hands, member, replace(hand, granted=granted)))
+    if granted == hand.granted:
+        return ledger
+    return _with_hand(ledger, member, Hand(hand.queue, granted, hand.quotas))
 
 
 def promise(ledger: Ledger, member: int, sizes: Sequence[int]) -> Ledger:
     """Fixed batch: deal the share of one coming contribution and grant it at once."""
     ledger = deal(ledger, member, sizes)
     hand = ledger.hands[member]
-    hand = replace(hand, granted=len(hand.queue), quotas=(*hand.quotas, len(sizes)))
-    return replace(ledger, hands=_replaced(ledger.hands, member, hand))
+    return _with_hand(ledger, member, Hand(hand.queue, len(hand.queue), (*hand.quotas, len(sizes))))
 
 
 def take_back(ledger: Ledger) -> Ledger:
@@ -144,6 +141,11 @@ def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
         else:
             result.append((start, stop))
     return tuple(result)
+
+
+# Every worker deals several times a round: written out, these take a fraction of ``dataclasses.replace``.
+def _with_hand(ledger: Ledger, member: int, hand: Hand) -> Ledger:
+    return Ledger(ledger.limit, ledger.cursor, ledger.returned, _replaced(ledger.hands, member, hand))
 
 
 def _replaced(hands: tuple[Hand, ...], member: int, hand: Hand) -> tuple[Hand, ...]:

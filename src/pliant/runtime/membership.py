@@ -27,6 +27,7 @@ from pliant.runtime.environment import QUIET_EXIT, Job, current_job
 from pliant.runtime.update import Training
 from pliant.runtime.witness import Nobody, Reporter
 from pliant.runtime.worker import Worker
+from pliant.tensors import cuda
 from pliant.tensors import group as groups
 from pliant.tensors import state as states
 from pliant.types import WorkerId
@@ -113,16 +114,27 @@ def enrolled(offer: Offer) -> Membership:
     job = current_job()
     if job is None:
         return alone(offer)
-    try:
-        link = Link.connect(job.address, job.token, job.worker, version("pliant"))
-    except PliantError as error:
-        print(f"pliant: {error}", file=sys.stderr)
-        raise SystemExit(QUIET_EXIT if isinstance(error, RunEnded) else 1) from None
+    link = _connected(job)
     try:
         return _entered(job, link, offer)
     except PliantError as error:
         _depart(link, error)
         raise
+
+
+def turned_away(error: PliantError) -> None:
+    """What the script asks for is refused before it has a place: in a job, say so there and end the process."""
+    job = current_job()
+    if job is not None:
+        _depart(_connected(job), error)
+
+
+def _connected(job: Job) -> Link:
+    try:
+        return Link.connect(job.address, job.token, job.worker, version("pliant"))
+    except PliantError as error:
+        print(f"pliant: {error}", file=sys.stderr)
+        raise SystemExit(QUIET_EXIT if isinstance(error, RunEnded) else 1) from None
 
 
 def _entered(job: Job, link: Link, offer: Offer) -> Membership:
@@ -133,14 +145,20 @@ def _entered(job: Job, link: Link, offer: Offer) -> Membership:
     channel: groups.Alone | groups.Gloo = groups.Alone()
     carried = offer.carried
     if len(roster) > 1:
-        channel = groups.form(
-            link, attempt=start.attempt, place=roster.index(me), members=len(roster), address=link.local_address
-        )
+        channel = formed(link, start.attempt, roster.index(me), len(roster), link.local_address, offer)
         carried = taken_over(channel, offer)
     group = rounds.founded(offer.policy, start.era, roster)
     witness = Reporter(link, leader=roster.index(me) == 0)
     worker = Worker(me, group, channel, offer.prepared(len(roster)), witness, pace=job.pace)
     return Membership(worker, link, job.size, carried)
+
+
+def formed(link: groups.KeyValue, attempt: int, place: int, members: int, address: str, offer: Offer) -> groups.Gloo:
+    """The group of an attempt, on the device that the model lives on."""
+    device = offer.optimizer.param_groups[0]["params"][0].device
+    if device.type == "cuda":
+        return cuda.Nccl(link, attempt=attempt, place=place, members=members, address=address, device=device)
+    return groups.Gloo(link, attempt=attempt, place=place, members=members, address=address)
 
 
 def taken_over(channel: groups.Gloo, offer: Offer) -> dict[str, Any]:

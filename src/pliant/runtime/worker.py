@@ -246,6 +246,7 @@ class Worker:
         self.training.back()
         bitmap, sums, merged, filled, squared_norm = 0, [], None, None, 0.0
         if training:
+            self.training.gradients.check()
             bitmap = self.training.gradients.present() | self.training.buffers.changed() << len(
                 self.training.parameters
             )

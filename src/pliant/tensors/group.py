@@ -34,31 +34,32 @@ class KeyValue(Protocol):
     def get(self, attempt: int, key: str, timeout_s: float) -> bytes: ...
 
 
-class _Store(dist.Store):
+class Prefixed(dist.Store):
     """A torch store over the control channel; gloo calls set, get and wait only."""
 
-    def __init__(self, channel: KeyValue, attempt: int) -> None:
+    def __init__(self, channel: KeyValue, attempt: int, prefix: str = "") -> None:
         super().__init__()
         self._channel = channel
         self._attempt = attempt
+        self._prefix = prefix
 
     def set(self, key: str, value: bytes | str) -> None:  # type: ignore[override]
-        self._channel.put(self._attempt, key, value.encode() if isinstance(value, str) else bytes(value))
+        self._channel.put(self._attempt, self._prefix + key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:  # type: ignore[override]
-        return self._channel.get(self._attempt, key, _FORMING_S)
+        return self._channel.get(self._attempt, self._prefix + key, _FORMING_S)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
         for key in keys:
-            self._channel.get(self._attempt, key, timeout.total_seconds() if timeout else _FORMING_S)
+            self._channel.get(self._attempt, self._prefix + key, timeout.total_seconds() if timeout else _FORMING_S)
 
 
 class Summation:
     """One round's exchange, under way or over."""
 
     def __init__(self, works: Sequence[Any], tickets: Callable[[], list[bytes]]) -> None:
-        self._works = list(works)
-        self._tickets = tickets
+        self.works = list(works)
+        self.tickets_when_over = tickets
         self._finished: list[Any] = []
         self._start_s = time.perf_counter()
         self.seconds = 0.0
@@ -67,10 +68,10 @@ class Summation:
     @property
     def over(self) -> bool:
         """Whether everything is in, or the exchange has failed."""
-        if self._works and all(work.is_completed() for work in self._works):
-            self._finished, self._works = self._works, []
+        if self.works and all(work.is_completed() for work in self.works):
+            self._finished, self.works = self.works, []
             self.seconds = time.perf_counter() - self._start_s
-        return not self._works
+        return not self.works
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until it is over, for a limited time."""
@@ -85,7 +86,7 @@ class Summation:
         """Everybody's tickets, in the order of the roster; raises what went wrong. Only once it is over."""
         for work in self._finished:
             work.wait()
-        return self._tickets()
+        return self.tickets_when_over()
 
 
 class Alone:
@@ -115,7 +116,7 @@ class Gloo:
         options._timeout = _TIMEOUT
         # Many hosts resolve their own name to 127.0.1.1: listen where the coordinator was reached from.
         options._devices = [gloo.create_device(hostname=address)]
-        self._group = gloo(_Store(channel, attempt), place, members, options)
+        self._group = gloo(Prefixed(channel, attempt), place, members, options)
 
     def exchange(self, ticket: bytes, sums: Sequence[Tensor]) -> Summation:
         """Gather everybody's tickets and add up ``sums`` in place; returns at once."""
@@ -134,8 +135,3 @@ class Gloo:
     def leave(self) -> None:
         """Take the group down without waiting for anybody."""
         self._group.abort()
-
-
-def form(channel: KeyValue, *, attempt: int, place: int, members: int, address: str) -> Gloo:
-    """Form the group of an attempt; raises what the channel raises when the run is stopped meanwhile."""
-    return Gloo(channel, attempt=attempt, place=place, members=members, address=address)

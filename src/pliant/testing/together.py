@@ -20,7 +20,7 @@ from pliant.core.rounds import Group, Settled
 from pliant.core.tickets import Ticket
 from pliant.errors import RunEnded
 from pliant.run import Run, join
-from pliant.runtime.membership import Membership, Offer, taken_over
+from pliant.runtime.membership import Membership, Offer, formed, taken_over
 from pliant.runtime.worker import Worker
 from pliant.tensors import group as groups
 from pliant.types import WorkerId
@@ -99,9 +99,7 @@ class Together:
         exchange: groups.Alone | groups.Gloo = groups.Alone()
         carried = offer.carried
         if members > 1:
-            exchange = groups.form(
-                self._channel, attempt=self._attempt, place=self.place, members=members, address="127.0.0.1"
-            )
+            exchange = formed(self._channel, self._attempt, self.place, members, "127.0.0.1", offer)
             carried = taken_over(exchange, offer)
         group = rounds.founded(offer.policy, 1, self._roster)
         witness = _Recorder(self.record, self._failed)

@@ -81,6 +81,7 @@ def main() -> int:
     console = Console(highlight=False)
     paces = ", ".join(f"{pace:g}" for pace in PACES)
     console.print(f"Four workers of paces {paces} train a small CNN on digits, batch {BATCH}.")
+    console.print(f"They are emulated: pace 1 is {DEVICE:.0%} of one core here.")
     with tempfile.TemporaryDirectory(prefix="pliant-demo-") as name:
         results = Path(name)
         _write_digits(results)
@@ -192,8 +193,7 @@ def _follow(processes: Sequence[subprocess.Popen[bytes]], results: Path) -> None
     shown_s = time.monotonic()
     with console.status("DDP starts") as line:
         while any(process.poll() is None for process in processes):
-            failed = [place for place, process in enumerate(processes) if process.poll() not in (None, 0)]
-            if failed:
+            if any(process.poll() not in (None, 0) for process in processes):
                 break
             if time.monotonic() > ends_s:
                 raise RunEnded(f"DDP did not end within {GIVE_UP_S:.0f} s; is the machine very busy? Try again")
@@ -204,7 +204,7 @@ def _follow(processes: Sequence[subprocess.Popen[bytes]], results: Path) -> None
                 if not console.is_terminal and time.monotonic() - shown_s >= PLAIN_EVERY_S:
                     shown_s = time.monotonic()
                     console.print(f"DDP: {text}")
-    failed = [place for place, process in enumerate(processes) if process.poll() != 0]
+    failed = [place for place, process in enumerate(processes) if process.poll() not in (None, 0)]
     if failed:
         said = (results / f"ddp-{failed[0]}.log").read_text(errors="replace").strip().splitlines() or ["nothing"]
         raise RunEnded(f"DDP's process {failed[0]} failed; its last line was: {said[-1]}")

@@ -91,7 +91,7 @@ def main() -> None:
     os.putenv("GLOO_SOCKET_IFNAME", LOOPBACK)
     dist.init_process_group(
         "gloo",
-        init_method=(results / "rendezvous").as_uri(),
+        init_method=f"file://{results}/rendezvous",
         rank=wanted.place,
         world_size=wanted.workers,
         timeout=GIVE_UP,

@@ -1,0 +1,129 @@
+"""Runs as real processes: started, listened to line by line, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+from pliant.core import journal
+
+LIMIT_S = 60.0
+"""Far above what any of these takes; only a hang reaches it."""
+
+
+class Running:
+    """A ``pliant run`` whose output is read line by line."""
+
+    def __init__(self, command: list[str], directory: Path, environment: dict[str, str]) -> None:
+        self.directory = directory
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PLIANT_")}
+        self.process = subprocess.Popen(
+            command,
+            cwd=directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**inherited, **environment},
+        )
+        self.lines: list[str] = []
+        self._queue: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._queue.put(line.rstrip("\n"))
+        self._queue.put(None)
+
+    def until(self, text: str, times: int = 1) -> str:
+        """The first line that has ``text``, or the last of ``times`` of them."""
+        while (line := self._queue.get(timeout=LIMIT_S)) is not None:
+            self.lines.append(line)
+            times -= text in line
+            if times == 0:
+                return line
+        raise AssertionError(f"{text!r} was never printed:\n" + "\n".join(self.lines))
+
+    def wait(self) -> int:
+        """The exit status; the whole output is in ``lines`` afterwards."""
+        status = self.process.wait(LIMIT_S)
+        while (line := self._queue.get(timeout=LIMIT_S)) is not None:
+            self.lines.append(line)
+        return status
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+class Launcher:
+    """Starts runs in one directory and ends what a failed test leaves."""
+
+    def __init__(self, directory: Path, prelude: str = "") -> None:
+        self.directory = directory
+        self.prelude = prelude
+        """put before every script"""
+        self.runs: list[Running] = []
+
+    def __call__(self, script: str, *args: str, workers: int = 2, options: tuple[str, ...] = ()) -> Running:
+        (self.directory / "train.py").write_text(self.prelude + textwrap.dedent(script))
+        return self.command("run", "-n", str(workers), "--dir", "job", *options, "train.py", *args)
+
+    def command(self, *words: str) -> Running:
+        """Start the ``pliant`` command."""
+        return self.python("-W", "error", "-c", "from pliant.ui.cli import main; main()", *words)
+
+    def python(self, *words: str, **environment: str) -> Running:
+        """Start an interpreter in the same directory."""
+        run = Running([sys.executable, *words], self.directory, environment)
+        self.runs.append(run)
+        return run
+
+
+def processes_in(directory: Path) -> list[int]:
+    """Live processes whose working directory it is."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and _is_in(entry, directory):
+            found.append(int(entry.name))
+    return found
+
+
+def _is_in(entry: Path, directory: Path) -> bool:
+    try:
+        running = (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return running and (entry / "cwd").readlink() == directory
+    except OSError:
+        return False
+
+
+def gone(pid: int) -> None:
+    """Wait until a process that is not our child has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([descriptor], [], [], LIMIT_S)[0], f"{pid} still runs"
+    finally:
+        os.close(descriptor)
+
+
+def records(run: Running) -> list[journal.Record]:
+    with (run.directory / "job" / "journal.jsonl").open("rb") as lines:
+        return list(journal.read(lines))

@@ -1,0 +1,93 @@
+"""``pliant demo``: the whole product at a glance, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 240.0
+"""The demo takes half a minute on two idle cores; tests may share them."""
+DEMO = [sys.executable, "-c", "import sys; sys.argv[1:] = ['demo']; from pliant.ui.cli import main; main()"]
+
+
+def processes_in(directory: Path) -> list[int]:
+    """Live processes whose working directory it is."""
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _is_in(entry, directory)]
+
+
+def _is_in(entry: Path, directory: Path) -> bool:
+    try:
+        running = (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return running and (entry / "cwd").readlink() == directory
+    except OSError:
+        return False
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("PLIANT_")}
+
+
+def test_the_demo_shows_both_systems(tmp_path: Path) -> None:
+    done = subprocess.run(DEMO, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("w0", "w1", "w2", "w3", "pace", "share", "samples", "idle", "harvest", "accuracy"):
+        assert name in done.stdout, name
+    assert "every sample was used exactly once per epoch" in done.stdout
+    assert done.stdout.rstrip().endswith("times as fast as DDP.")
+    assert "epoch 1/" in done.stderr, "no progress was shown"
+    assert not processes_in(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["pliant: epoch 1/", "DDP: epoch 1/"])
+def test_an_interrupted_demo_leaves_nothing_behind(part: str, tmp_path: Path) -> None:
+    demo = subprocess.Popen(
+        DEMO, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert demo.stderr is not None
+    try:
+        shown = [next((line for line in demo.stderr if line.startswith(part)), None)]
+        assert shown[0] is not None, "the demo ended early"
+        started = processes_in(tmp_path)
+        assert len(started) == 5
+        demo.send_signal(signal.SIGINT)
+        rest = demo.stderr.read()
+        assert demo.wait(LIMIT_S) == 130, rest
+        assert "Traceback" not in rest
+        for pid in started:
+            _gone(pid)
+        assert not processes_in(tmp_path)
+    finally:
+        demo.kill()
+        demo.wait()
+        demo.stderr.close()
+
+
+def _gone(pid: int) -> None:
+    """Wait until a process that is not our child has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([descriptor], [], [], LIMIT_S)[0], f"{pid} still runs"
+    finally:
+        os.close(descriptor)
+
+
+def test_scikit_learn_is_asked_for(tmp_path: Path) -> None:
+    # An entry of None in sys.modules is how Python says that a module cannot be imported.
+    code = "import sys; sys.modules['sklearn'] = None; " + DEMO[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        'pliant: the demo trains on scikit-learn\'s digits: pip install "pliant[demo]"'
+    ], done.stderr
+    assert not list(tmp_path.iterdir())
