@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from pliant.core.ledger import MicroBatch
 from pliant.errors import UsageError
@@ -52,8 +52,8 @@ def order_checksum(indices: np.ndarray[Any, np.dtype[np.int64]]) -> int:
     return zlib.crc32(np.ascontiguousarray(indices).tobytes())
 
 
-Request = tuple[int, int, tuple[tuple[int, int], ...]]
-"""seed, epoch, (position, index) of each sample; no samples: a filler that keeps the pipeline open"""
+Request = tuple[int, int, list[int], list[int]]
+"""seed, epoch, positions, their indices in the dataset; no positions: a filler that keeps the pipeline open"""
 
 
 class _Samples(Dataset[Any]):
@@ -61,34 +61,32 @@ class _Samples(Dataset[Any]):
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._random = not _draws_nothing(dataset)
 
-    def __getitems__(self, request: Request) -> list[Any]:
-        seed, epoch, samples = request
-        if not self._random:
-            return [self._dataset[index] for _, index in samples]
+    def __getitems__(self, request: Request) -> Any:
+        seed, epoch, positions, indices = request
+        if type(self._dataset) is TensorDataset:
+            # Rows of tensors draw no random numbers, and one indexing per tensor reads and stacks them all.
+            return [tensor[indices] for tensor in self._dataset.tensors] if positions else []
         loaded: list[Any] = []
-        for position, index in samples:
+        for position, index in zip(positions, indices, strict=True):
             seed_everything(stream(seed, epoch, position, SAMPLE))
             loaded.append(self._dataset[index])
         return loaded
 
 
-def _draws_nothing(dataset: Any) -> bool:
-    """Whether reading a sample certainly uses no random numbers, so that seeding (15 µs each) can be left out."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return type(dataset) is TensorDataset
-
-
 class _Collate:
     """The user's collate function; a filler becomes None."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
+        self._stacked = type(dataset) is TensorDataset
         self._collate = collate
 
-    def __call__(self, samples: list[Any]) -> Any:
-        return self._collate(samples) if samples else None
+    def __call__(self, samples: Any) -> Any:
+        if not samples:
+            return None
+        if self._stacked:
+            return samples if self._collate is None else self._collate(list(zip(*samples, strict=True)))
+        return (self._collate or default_collate)(samples)
 
 
 class _Deals:
@@ -117,7 +115,7 @@ class Loader:
         self._loader: DataLoader[Any] = DataLoader(
             _Samples(dataset),
             batch_sampler=self._deals,  # type: ignore[arg-type]
-            collate_fn=_Collate(collate_fn or default_collate),
+            collate_fn=_Collate(dataset, collate_fn),
             **options,
         )
 
@@ -178,10 +176,9 @@ class Pass:
                 self._sent.append(micro_batch)
                 self._outstanding.add(micro_batch)
                 positions = [p for start, stop in micro_batch for p in range(start, stop)]
-                pairs = zip(positions, self._indices[positions].tolist(), strict=True)
-                return self._seed, self._epoch, tuple(pairs)
+                return self._seed, self._epoch, positions, self._indices[positions].tolist()
         self._sent.append(None)
-        return self._seed, self._epoch, ()
+        return self._seed, self._epoch, [], []
 
     def close(self) -> None:
         """Forget what was prefetched; loader processes end unless they are persistent."""

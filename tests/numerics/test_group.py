@@ -179,19 +179,18 @@ def test_another_optimizer_repeats_the_last_displacement() -> None:
     expected = plain_model()
     optimizer = rmsprop(expected)
     before = copy.deepcopy(expected)
-    moved = False
     phases = phases_of(record)
     point = expected
     for index, parts in enumerate(reference.contributions(drawn, counts_of(record))):
-        if index == 0 or phases[index] != phases[index - 1]:
+        begins = index == 0 or phases[index] != phases[index - 1]
+        if begins:
             point = copy.deepcopy(expected)
         sums = [reference.gradient_sum(point, loss_of, part) for part in parts]
         point = copy.deepcopy(expected)
-        if moved:
+        if not begins:
             with torch.no_grad():
                 for p, now, then in zip(point.parameters(), expected.parameters(), before.parameters(), strict=True):
                     p.copy_(now + (now - then))
-        moved = True
         before = copy.deepcopy(expected)
         total, weight = reference.added([s for s, w in sums if w]), sum(w for _, w in sums)
         reference.update(expected, optimizer, total, weight, None)

@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 240.0
-"""The demo takes half a minute on two idle cores; tests may share them."""
+"""The demo took 55 to 79 s on two cores that others used too; only a hang reaches this."""
 DEMO = [sys.executable, "-c", "import sys; sys.argv[1:] = ['demo']; from pliant.ui.cli import main; main()"]
 
 

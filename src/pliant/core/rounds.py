@@ -269,17 +269,17 @@ def compared(group: Group, tickets: Sequence[Ticket]) -> Mismatch | None:
     first = tickets[0]
     for worker, ticket in zip(group.roster[1:], tickets[1:], strict=True):
         pair = (group.roster[0], worker)
-        if ticket.era != first.era or ticket.digest != first.digest:
-            return Mismatch(
-                f"{pair[0]} and {pair[1]} disagree about the run's state (round {group.round}): "
-                "make sure that no worker skips or repeats calls of batches, step or evaluate"
-            )
         opening, other = first.flags & Flag.OPENING, ticket.flags & Flag.OPENING
         if ticket.kind is not first.kind or opening != other:
             here, there = _doing(first), _doing(ticket)
             return Mismatch(
                 f"{pair[0]} is in {here} while {pair[1]} is in {there}: "
                 "call batches and evaluate on every worker, in the same order (not under is_leader)"
+            )
+        if ticket.era != first.era or ticket.digest != first.digest:
+            return Mismatch(
+                f"{pair[0]} and {pair[1]} disagree about the run's state (round {group.round}): "
+                "make sure that no worker skips or repeats calls of batches, step or evaluate"
             )
     return None
 

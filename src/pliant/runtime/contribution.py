@@ -33,8 +33,6 @@ class Contribution:
         self.weight = 0.0
         self._loss: Tensor | float = 0.0
         self._pending = 0
-        self.closed = False
-        """a round was settled meanwhile: it is handed in next, even if it is empty"""
 
     def draw(self, samples: int, cpu_s: float) -> None:
         """A micro-batch is given to the user's loop. It counts as spent even if the loop passes over it."""

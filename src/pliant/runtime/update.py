@@ -105,17 +105,22 @@ class Training:
         torch._foreach_mul_(own, 1.0 / self.scale)
         return sum(float(norm) ** 2 for norm in torch._foreach_norm(own))
 
-    def look_ahead(self, weight: float, squared_norm: float | None, present: int, factor: float) -> None:
-        """Move to where the group's update will probably lead; ``squared_norm`` None: nothing usable handed in."""
+    def park(self, weight: float, squared_norm: float | None, present: int) -> None:
+        """Remember where this contribution alone would lead; ``squared_norm`` None: it is not usable."""
         if self.lookahead is None:
             return
         filling = self.gradients.filling
         assert filling is not None
         if weight <= 0 or squared_norm is None:
-            self.lookahead.go(None, present, 0.0, factor)
+            self.lookahead.park(None, present, 0.0)
             return
         mean = self.reference / weight
-        self.lookahead.go(filling.views, present, mean * self._clipped(math.sqrt(squared_norm) * mean), factor)
+        self.lookahead.park(filling.views, present, mean * self._clipped(math.sqrt(squared_norm) * mean))
+
+    def look_ahead(self, factor: float) -> None:
+        """Move to where the update in flight will probably lead, if that has not been done."""
+        if self.lookahead is not None and self.lookahead.due:
+            self.lookahead.go(factor)
 
     def _clipped(self, norm: float) -> float:
         return 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (norm + 1e-6))
@@ -126,8 +131,7 @@ class Training:
             self.lookahead.back()
 
     def apply(self, outcome: Settled, summed: Buffer | None, present: int) -> None:
-        """Make the update of a settled round, or none if the group skips it."""
-        self.back()
+        """Make the update of a settled round, or none if the group skips it. The model holds the plain weights."""
         if outcome.applied:
             mean = self.reference / outcome.weight
             self._average(summed, mean)

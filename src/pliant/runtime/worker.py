@@ -2,15 +2,15 @@
 
 Question  In which order does one worker do what the group has decided?
 Holds     It waits for the group only when it has nothing it may compute. All micro-batches of a contribution are
-          computed at one point of the weights. A round is settled, then applied, then (at the next draw) the
-          following contribution is handed in; so after ``step`` has returned True nothing is in flight and the
-          model holds the plain weights.
+          computed at one point of the weights. With an overlap, settling a round hands in the following contribution
+          at once and applies after that, so that the sum has the longest possible time. After ``step`` has returned
+          True the model holds the plain weights until the next draw.
 Source    ABS-SGD (Zhou et al. 2023); docs/protocol.md has the states and events.
 
 One exchange after another, for worker i with an overlap (delay 1):
 
-    draw … draw   hand in C1   draw … draw   settle 1, apply   hand in C2   draw … draw   settle 2, apply   …
-                  └─────── C1 is summed ───────┘               └─────── C2 is summed ───────┘
+    draw … draw   hand in C1   draw … draw   settle 1, hand in C2, apply 1   draw … draw   settle 2, hand in C3, …
+                  └─────── C1 is summed ───────┘         └───────── C2 is summed ────────────┘
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class Worker:
         self._slowdown = 1.0 / pace - 1.0
         self._flight: Flight | None = None
         self._contribution = Contribution(clock())
-        self._suspended: list[tuple[Contribution, float]] = []
+        self._suspended: list[tuple[Contribution, Flight | None, float]] = []
+        self._drawn_since_update = False
         self._sum_s = 0.0
         self.last: Settled | None = None
         """the last settled exchange"""
@@ -112,7 +113,7 @@ class Worker:
 
     def open(self, kind: Kind, *, epoch: int, length: int, order: int, size: int, ahead: int) -> int:
         """Enter the next phase together with all others; returns its number."""
-        if self._flight is not None:
+        if self._flight is not None and self._drawn_since_update:
             raise UsageError(
                 "evaluate was called in the middle of a round: inside batches call it only "
                 "right after run.step() has returned True"
@@ -128,8 +129,8 @@ class Worker:
             raise Refused(group.reason)
         self._witness.opened(group, gathered)
         if len(group.open) > len(self.group.open):
-            self._suspended.append((self._contribution, self._clock()))
-            self._contribution = Contribution(self._clock())
+            self._suspended.append((self._contribution, self._flight, self._clock()))
+            self._contribution, self._flight = Contribution(self._clock()), None
         self.group = group
         return group.phases
 
@@ -147,6 +148,9 @@ class Worker:
                 self._hand_in(Flag.NONE)
             micro_batch = self._next()
             if micro_batch is not None:
+                if self.group.phase.kind is Kind.TRAIN:
+                    self._drawn_since_update = True
+                    self.training.look_ahead(self.group.rate.factor)
                 self._contribution.draw(samples_of(micro_batch), time.thread_time())
                 self._witness.beat(self.group.round)
                 return micro_batch
@@ -163,9 +167,10 @@ class Worker:
         """The user's loop was left early: hand in what there is and end the phase for all."""
         self._contribution.undraw()
         if self._inside(phase) and self._flight is not None:
-            self._settle()
-        if self._inside(phase):
+            self._settle(Flag.BREAK)
+        if self._inside(phase) and self._flight is None:
             self._hand_in(Flag.BREAK)
+        if self._inside(phase):
             self._settle()
 
     def contributed(self, weight: float, loss_sum: Tensor | float) -> None:
@@ -185,7 +190,9 @@ class Worker:
         assert self._flight is not None
         if self._next() is not None and not self._flight.summation.over:
             return False
-        return self._settle().seen
+        outcome = self._settle()
+        self._drawn_since_update = not outcome.seen
+        return outcome.seen
 
     # -- what may be drawn
 
@@ -219,8 +226,6 @@ class Worker:
 
     def _complete(self) -> bool:
         """Whether the contribution may be handed in: its share is done, or with an open batch it is not empty."""
-        if self._contribution.closed:
-            return True
         bounds = rounds.allowance(self.group, self._member, 1 if self._flight else 0)
         if bounds.micro_batches is not None:
             return self._contribution.micro_batches >= bounds.micro_batches
@@ -239,29 +244,22 @@ class Worker:
         self._await(summation)
         return self._gathered(summation)
 
-    def _hand_in(self, flags: Flag) -> None:
+    def _hand_in(self, flags: Flag, *, returning: bool = False) -> None:
         """Start the summation of the contribution and begin the next one."""
-        mine, group, phase = self._contribution, self.group, self.group.phase
-        training = phase.kind is Kind.TRAIN
-        self.training.back()
-        bitmap, sums, merged, filled, squared_norm = 0, [], None, None, 0.0
-        if training:
-            self.training.gradients.check()
-            bitmap = self.training.gradients.present() | self.training.buffers.changed() << len(
-                self.training.parameters
-            )
-            norm = self.training.unscale() if mine.micro_batches else 0.0
-            if not math.isfinite(mine.loss_total() + (norm or 0.0)):
+        mine, phase = self._contribution, self.group.phase
+        bitmap, squared_norm, filled, merged = 0, 0.0, None, None
+        if phase.kind is Kind.TRAIN:
+            bitmap, norm = self._inspect(mine)
+            if norm is None:
                 flags |= Flag.NONFINITE
-            finite = not flags & Flag.NONFINITE
-            if group.overlap:
-                usable = norm if finite and mine.weight > 0 else None
-                self.training.look_ahead(mine.weight, usable, bitmap, group.rate.factor)
-            squared_norm = (norm or 0.0) * (self.training.reference / mine.weight) ** 2 if mine.weight > 0 else 0.0
-            if len(group.roster) > 1:
+            elif mine.weight > 0:
+                squared_norm = norm * (self.training.reference / mine.weight) ** 2
+            if self.group.overlap:
+                self.training.park(mine.weight, norm, bitmap)
+            if len(self.group.roster) > 1:
                 merged = self.training.buffers.hand_in(mine.weight, leader=self._member == 0)
-            filled = self.training.gradients.hand_in(overlap=group.overlap)
-            sums = [*(filled.flats if filled else []), *([merged] if merged is not None else [])]
+            filled = self.training.gradients.hand_in(overlap=self.group.overlap, returning=returning)
+        sums = [*(filled.flats if filled else []), *([merged] if merged is not None else [])]
         now = self._clock()
         ticket = replace(
             self._ticket(phase.kind, flags),
@@ -276,7 +274,7 @@ class Worker:
             idle_s=mine.idle_s,
             sum_s=self._sum_s,
             loss_sum=mine.loss_total(),
-            squared_norm=squared_norm if math.isfinite(squared_norm) else 0.0,
+            squared_norm=squared_norm,
             scale=self.training.scale,
         )
         packed = tickets.pack(ticket, bitmap, self.training.bits)
@@ -284,8 +282,17 @@ class Worker:
         self._flight = Flight(summation, filled, merged, mine.micro_batches)
         self._contribution = Contribution(self._clock())
 
-    def _settle(self) -> Settled:
-        """Wait for the contribution in flight, decide, and apply."""
+    def _inspect(self, mine: Contribution) -> tuple[int, float | None]:
+        """The bitmap of a contribution, and the squared norm of its sum; None if anything is not finite."""
+        training = self.training
+        training.gradients.check()
+        bitmap = training.gradients.present() | training.buffers.changed() << len(training.parameters)
+        # Alone the norm is not computed: nobody else can have brought in a bad gradient.
+        norm = (training.unscale() or 0.0) if mine.micro_batches else 0.0
+        return bitmap, norm if math.isfinite(mine.loss_total() + norm) else None
+
+    def _settle(self, following: Flag = Flag.NONE) -> Settled:
+        """Wait for the contribution in flight, decide, hand in the following one, apply."""
         flight = self._flight
         assert flight is not None
         self._contribution.idle_s += self._await(flight.summation)
@@ -297,38 +304,45 @@ class Worker:
             raise Refused(decision.reason)
         self.group, outcome = decision
         self._flight = None
-        # All micro-batches of a contribution see the same weights, which are about to change.
-        self._contribution.closed = before.overlap
-        if outcome.kind is Kind.TRAIN:
+        training = outcome.kind is Kind.TRAIN
+        merged = training and self._merge(outcome, flight, bitmap)
+        if before.overlap and not outcome.ended:
+            self._hand_in(following, returning=True)
+        if training:
             self.last_trained = outcome
-            self._apply(before, outcome, flight, bitmap)
+            self.applied_rate = self.training.rate * outcome.factor
+            self.training.apply(outcome, flight.filled, bitmap)
+            self.training.advance_schedule(before.samples, self.group.samples)
         self._witness.settled(self.group, outcome, handed_in, self.applied_rate)
         self.last = outcome
         if outcome.ended:
-            self._contribution, since = self._suspended.pop()
-            self._contribution.start_s += self._clock() - since
+            self._end_phase(training=training, merged=merged)
+        self._give_up_if_hopeless()
+        return outcome
+
+    def _merge(self, outcome: Settled, flight: Flight, bitmap: int) -> bool:
+        """Return to the plain weights and bring in the group's buffers; whether they are all up to date."""
+        self.training.back()
+        buffers = self.training.buffers
+        merged = outcome.applied and flight.merged is not None
+        if merged:
+            buffers.merge(flight.merged, outcome.weight)
+        return not buffers.grow(bitmap >> len(self.training.parameters)) and merged
+
+    def _end_phase(self, *, training: bool, merged: bool) -> None:
+        """Everything is applied: forget what a break cut off, make the buffers equal, go back to the outer phase."""
+        if training and len(self.group.roster) > 1:
+            self.training.gradients.discard()
+            self._drain_buffers(merged=merged)
+        self._contribution, self._flight, since = self._suspended.pop()
+        self._contribution.start_s += self._clock() - since
+
+    def _give_up_if_hopeless(self) -> None:
         if self.group.skipped_in_a_row >= rounds.MAX_SKIPPED_IN_A_ROW:
             raise NonFiniteLoss(
                 f"{rounds.MAX_SKIPPED_IN_A_ROW} rounds in a row had an infinite or undefined loss or gradient: "
                 "lower the learning rate, clip (clip_norm=1.0), or look for bad samples"
             )
-        return outcome
-
-    def _apply(self, before: Group, outcome: Settled, flight: Flight, bitmap: int) -> None:
-        training = self.training
-        self.applied_rate = training.rate * outcome.factor
-        training.apply(outcome, flight.filled, bitmap)
-        training.advance_schedule(before.samples, self.group.samples)
-        if len(self.group.roster) == 1:
-            return
-        merged = outcome.applied and flight.merged is not None
-        if merged:
-            training.buffers.merge(flight.merged, outcome.weight)
-        new = training.buffers.grow(bitmap >> len(training.parameters))
-        if outcome.ended:
-            if self._contribution.micro_batches:
-                training.gradients.discard()
-            self._drain_buffers(merged=merged and not new)
 
     def _drain_buffers(self, *, merged: bool) -> None:
         """Make the buffers equal on all workers at the end of a phase."""

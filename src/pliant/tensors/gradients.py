@@ -61,19 +61,14 @@ class Gradients:
 
     def __init__(self, parameters: Sequence[Parameter], *, members: int) -> None:
         self.parameters = list(parameters)
-        self._grouped = members > 1
         self._spare: Buffer | None = None
-        self._filling: Buffer | None = None
-        if self._grouped:
-            self._filling = Buffer(self.parameters)
+        self._filling = Buffer(self.parameters) if members > 1 else None
         self._attach()
 
     def _attach(self) -> None:
         """Point every ``p.grad`` at the buffer to be filled."""
         if self._filling is None:
             self._versions: list[int] = []
-            for p in self.parameters:
-                p.grad = None
             return
         for p, view in zip(self.parameters, self._filling.views, strict=True):
             p.grad = view
@@ -83,9 +78,11 @@ class Gradients:
     def check(self) -> None:
         """Raise if the script has cleared, replaced or changed gradients since the last ``backward``."""
         if self._filling is None:
-            if not self._versions and any(p.grad is not None for p in self.parameters):
-                raise UsageError(_ZERO_GRAD)
-            if self._versions and self._versions != self._loose_versions():
+            if not self._versions:
+                # As late as a plain loop clears them: freed earlier, their memory is cut up by other tensors.
+                for p in self.parameters:
+                    p.grad = None
+            elif self._versions != self._loose_versions():
                 raise UsageError(_ZERO_GRAD)
             return
         for p, view, version in zip(self.parameters, self._filling.views, self._versions, strict=True):
@@ -105,7 +102,7 @@ class Gradients:
     def present(self) -> int:
         """The bitmap of parameters that got a gradient in this contribution."""
         if self._filling is None:
-            got = (p.grad is not None for p in self.parameters)
+            got = (bool(self._versions) and p.grad is not None for p in self.parameters)
         else:
             pairs = zip(self._filling.views, self._filling.versions, strict=True)
             got = (view._version != version for view, version in pairs)
@@ -116,13 +113,18 @@ class Gradients:
         """The buffer of the contribution in progress; None where there is no group."""
         return self._filling
 
-    def hand_in(self, *, overlap: bool) -> Buffer | None:
-        """Give the filled buffer to the summation; with an overlap, fill the other one from now on."""
+    def hand_in(self, *, overlap: bool, returning: bool) -> Buffer | None:
+        """Give the filled buffer to the summation; with an overlap, fill the other one from now on.
+
+        ``returning``: the other one is still to be applied and comes by ``take_back``.
+        """
         filled = self._filling
         if filled is not None and overlap:
-            self._filling = self._spare if self._spare is not None else Buffer(self.parameters)
-            self._spare = None
-            self._attach()
+            self._filling, self._spare = self._spare, None
+            if self._filling is None and not returning:
+                self._filling = Buffer(self.parameters)
+            if self._filling is not None:
+                self._attach()
         return filled
 
     def expose(self, filled: Buffer | None, present: int) -> None:
@@ -134,13 +136,14 @@ class Gradients:
                 p.grad = filled.views[index]
 
     def take_back(self, filled: Buffer | None) -> None:
-        """The update (or the skip) is done with ``filled``: clear it, go on with the contribution in progress."""
-        if filled is None or self._filling is None:
+        """The update (or the skip) is done with ``filled``: clear it; it is filled next, or kept as the spare one."""
+        if filled is None:
             self._attach()
             return
         for flat in filled.flats:
             flat.zero_()
-        if filled is self._filling:
+        if self._filling is None or self._filling is filled:
+            self._filling = filled
             self._attach()
             return
         self._spare = filled

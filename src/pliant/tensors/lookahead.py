@@ -11,16 +11,18 @@ Source    PAPERS §3 (ours): ŵ = w − η(μu + ḡ), the update the worker's o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-Peek = Callable[[dict[str, Any], dict[str, Any], Parameter, Tensor | None, float], None]
-"""(param group, optimizer state of p, p, own gradient sum or None, its scale): moves p by the step it predicts"""
+Peek = Callable[[dict[str, Any], dict[str, Any], Tensor, Tensor | None], None]
+"""(param group, optimizer state, weights, own mean gradient or None for zero): moves the weights by that step"""
+
+# Elements handled at a time: what one pass leaves in the cache (half a megabyte) the next one finds there.
+_PIECE = 1 << 17
 
 
 def peek_for(optimizer: Optimizer) -> Peek | None:
@@ -33,60 +35,72 @@ def peek_for(optimizer: Optimizer) -> Peek | None:
 
 
 class LookAhead:
-    """Moves the model's parameters to the look-ahead point and back."""
+    """Moves the model's parameters to the look-ahead point and back.
+
+    One copy of the weights is all it takes: while the model is at the look-ahead point the copy holds the plain
+    weights, and from a hand-in until the model leaves again (``park`` to ``go``) the worker's own gradient, because
+    the buffer that was handed in is being summed in place.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._groups = optimizer.param_groups
         self._parameters: list[Tensor] = [p for group in self._groups for p in group["params"] if p.requires_grad]
         self._peek = peek_for(optimizer)
-        self._plain: list[Tensor] = []
-        self._away = False
-
-    @property
-    def away(self) -> bool:
-        """Whether the model holds a look-ahead point now."""
-        return self._away
+        self._copy: list[Tensor] = []
+        self._parked: int | None = None
+        self.due = False
+        """a contribution was handed in: the next micro-batch is to be computed ahead"""
+        self.away = False
+        """the model holds a look-ahead point now"""
 
     @torch.no_grad()
-    def go(self, gradients: Sequence[Tensor] | None, present: int, scale: float, factor: float) -> None:
-        """Keep the plain weights aside and move to the look-ahead point.
+    def park(self, gradients: Sequence[Tensor] | None, present: int, scale: float) -> None:
+        """Remember where to go: this worker's own sums, ``scale`` turns them into the (clipped) mean.
 
-        ``gradients`` are this worker's own sums, in the order of the parameters; ``scale`` turns them into the
-        (clipped) mean; None: nothing was contributed, the gradient counts as zero and the momentum part remains.
+        The model must hold the plain weights. None: nothing was contributed, the gradient counts as zero.
         """
+        self.due = True
+        if not self._copy:
+            self._copy = [torch.empty_like(p, memory_format=torch.preserve_format) for p in self._parameters]
+        if self._peek is None:
+            # What the coming update moves away from; at a phase's start none comes, and there is nothing to repeat.
+            torch._foreach_copy_(self._copy, self._parameters)
+            return
+        self._parked = None if gradients is None else present
+        if gradients is not None:
+            for copy, gradient in zip(self._copy, gradients, strict=True):
+                torch.mul(gradient, scale, out=copy)
+
+    @torch.no_grad()
+    def go(self, factor: float) -> None:
+        """Keep the plain weights aside and move to the look-ahead point; ``factor`` multiplies the schedule's rate."""
+        self.due = False
+        self.away = True
         if self._peek is None:
             self._repeat_displacement()
-        else:
-            self._keep()
-            self._step_ahead(self._peek, gradients, present, scale, factor)
-        self._away = True
-
-    def _step_ahead(
-        self, peek: Peek, gradients: Sequence[Tensor] | None, present: int, scale: float, factor: float
-    ) -> None:
+            return
         index = 0
         for group in self._groups:
             hyper = {**group, "lr": float(group["lr"]) * factor}
             for p in group["params"]:
-                if not p.requires_grad:
-                    continue
-                own = None if gradients is None else gradients[index]
-                # An optimizer passes over a parameter without gradient; so does the peek.
-                if own is None or present >> index & 1:
-                    peek(hyper, self._optimizer.state.get(p, {}), p, own, scale)
-                index += 1
+                if p.requires_grad:
+                    self._go(self._peek, hyper, index, p)
+                    index += 1
 
-    def _keep(self) -> None:
-        if not self._plain:
-            self._plain = [torch.empty_like(p, memory_format=torch.preserve_format) for p in self._parameters]
-        torch._foreach_copy_(self._plain, self._parameters)
+    def _go(self, peek: Peek, hyper: dict[str, Any], index: int, p: Tensor) -> None:
+        """Swap the parked gradient for the plain weights and step ahead, piece by piece."""
+        contributed = self._parked is not None
+        # An optimizer passes over a parameter without gradient; so does the peek.
+        moves = self._parked is None or bool(self._parked >> index & 1)
+        for weights, copy, state in _pieces(p, self._copy[index], self._optimizer.state.get(p, {})):
+            own = copy.clone() if contributed and moves else None
+            copy.copy_(weights)
+            if moves:
+                peek(hyper, state, weights, own)
 
     def _repeat_displacement(self) -> None:
-        if not self._plain:
-            self._keep()
-            return
-        for p, before in zip(self._parameters, self._plain, strict=True):
+        for p, before in zip(self._parameters, self._copy, strict=True):
             ahead = p.detach() * 2 - before
             before.copy_(p)
             p.copy_(ahead)
@@ -94,20 +108,34 @@ class LookAhead:
     @torch.no_grad()
     def back(self) -> None:
         """Return to the plain weights, exactly."""
-        if self._away:
-            torch._foreach_copy_(self._parameters, self._plain)
-            self._away = False
+        self.due = False
+        if self.away:
+            torch._foreach_copy_(self._parameters, self._copy)
+            self.away = False
 
     @torch.no_grad()
     def exchange(self) -> None:
         """Swap plain weights and look-ahead point in place; twice is nothing."""
-        for p, plain in zip(self._parameters, self._plain, strict=True):
+        for p, plain in zip(self._parameters, self._copy, strict=True):
             held = p.detach().clone()
             p.copy_(plain)
             plain.copy_(held)
 
 
-def _peek_sgd(group: dict[str, Any], state: dict[str, Any], p: Parameter, own: Tensor | None, scale: float) -> None:
+def _pieces(p: Tensor, copy: Tensor, state: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
+    """The weights, their copy and their optimizer state in pieces that fit a cache."""
+    like = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == p.shape}
+    if p.numel() <= _PIECE or not all(t.is_contiguous() for t in (p, copy, *like.values())):
+        yield p.detach(), copy, state
+        return
+    weights, flat = p.detach().view(-1), copy.view(-1)
+    flats = {name: value.view(-1) for name, value in like.items()}
+    for start in range(0, p.numel(), _PIECE):
+        piece = slice(start, start + _PIECE)
+        yield weights[piece], flat[piece], {**state, **{name: value[piece] for name, value in flats.items()}}
+
+
+def _peek_sgd(group: dict[str, Any], state: dict[str, Any], p: Tensor, own: Tensor | None) -> None:
     rate, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
     buffer = state.get("momentum_buffer")
     if own is None and buffer is None:
@@ -124,15 +152,17 @@ def _peek_sgd(group: dict[str, Any], state: dict[str, Any], p: Parameter, own: T
     if buffer is not None and b:
         p.add_(buffer, alpha=-rate * b)
     if own is not None:
-        p.add_(own, alpha=-rate * a * sign * scale)
+        p.add_(own, alpha=-rate * a * sign)
 
 
-def _peek_adam(group: dict[str, Any], state: dict[str, Any], p: Parameter, own: Tensor | None, scale: float) -> None:
+def _peek_adam(group: dict[str, Any], state: dict[str, Any], p: Tensor, own: Tensor | None) -> None:
     rate, decay, eps = group["lr"], group["weight_decay"], group["eps"]
     beta1, beta2 = (float(beta) for beta in group["betas"])
     if own is None and "exp_avg" not in state:
         return
-    gradient = torch.zeros_like(p) if own is None else own * (-scale if group["maximize"] else scale)
+    gradient = torch.zeros_like(p) if own is None else own
+    if group["maximize"]:
+        gradient.neg_()
     if decay and group.get("decoupled_weight_decay", False):
         p.mul_(1.0 - rate * decay)
     elif decay:

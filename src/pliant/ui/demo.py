@@ -2,7 +2,8 @@
 
 Question  What does it change that nobody waits?
 Holds     Both train the same model on the same data with the same batch for the same epochs, on four emulated
-          devices. Every figure in the table is measured. No process is left behind; traffic stays on loopback.
+          devices. Every figure but the pace, which is set, is measured. No process is left behind; traffic stays on
+          loopback.
 Source    Harvest: DESIGN and issue of the spine. Here it is the group's samples/s over the sum of what each worker
           manages in the time it does not wait, both measured in the same run.
 """
@@ -106,7 +107,7 @@ def main() -> int:
 
 
 def _write_digits(results: Path) -> None:
-    """Put the data where the scripts read it: importing scikit-learn takes each process longer than an epoch."""
+    """Put the data where the scripts read it: importing scikit-learn costs each process 1 s of CPU."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
