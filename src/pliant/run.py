@@ -271,8 +271,10 @@ class Run:
                 f"batches does not take {', '.join(unknown)}: of DataLoader's arguments it passes on collate_fn, "
                 f"{', '.join(_LOADER_OPTIONS)}; the order of the samples is Pliant's (see order=)"
             )
+        if not options.get("persistent_workers"):
+            return data.Loader(dataset, collate_fn=collate_fn, options=options)
         key = (id(dataset), id(collate_fn), *sorted((name, id(value)) for name, value in options.items()))
-        if key not in self._loaders or not options.get("persistent_workers"):
+        if key not in self._loaders:
             self._loaders[key] = data.Loader(dataset, collate_fn=collate_fn, options=options)
         return self._loaders[key]
 
@@ -320,19 +322,24 @@ class Run:
         if self._worker.inside is Kind.EVALUATE:
             raise UsageError("evaluate was called inside evaluate: finish the first one")
         drawn, training = self._drawn, [(module, module.training) for module in self._model.modules()]
+        before = self._worker.last
         self._model.eval()
         try:
             with torch.no_grad(), self._worker.training.plain():
                 for micro_batch in self._micro_batches(Kind.EVALUATE, dataset, size, collate_fn, loader):
-                    total, count = measure(micro_batch)
-                    self._worker.contributed(float(count), float(total))
+                    total, count = (float(value) for value in measure(micro_batch))
+                    if not (count >= 0 and math.isfinite(count)):
+                        raise UsageError(
+                            f"evaluate's measure returned count={count}: return (sum, count), count 0 or more"
+                        )
+                    self._worker.contributed(count, total)
                     self._worker.step()
         finally:
             self._drawn = drawn
             for module, was_training in training:
                 module.training = was_training
         last = self._worker.last
-        return last.result if last is not None and last.result is not None else math.nan
+        return math.nan if last is None or last is before or last.result is None else last.result
 
     @contextmanager
     def plain_weights(self) -> Iterator[None]:

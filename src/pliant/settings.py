@@ -40,6 +40,7 @@ class Settings:
     schedule_by: str
     seed: int
     dead_after_s: float
+    optimizer: str
 
     def agreed(self) -> dict[str, str]:
         """What must be equal on all workers, as text for comparison and for messages."""
@@ -53,6 +54,8 @@ class Settings:
             "schedule_by": self.schedule_by,
             "seed": str(self.seed),
             "dead_after": repr(self.dead_after_s),
+            "optimizer": self.optimizer,
+            "momentum": repr(policy.momentum),
         }
 
 
@@ -98,6 +101,7 @@ def resolved(
         schedule_by=schedule_by,
         seed=int(seed),
         dead_after_s=float(dead_after),
+        optimizer=type(optimizer).__name__,
     )
 
 

@@ -228,7 +228,7 @@ class _Auditor:
         weight = math.fsum([ticket.weight for ticket in record.tickets])
         if record.weight != weight:
             self._problem(f"{where}: weight is {record.weight!r}, the tickets add up to {weight!r}")
-        if not record.applied:
+        if record.skipped:
             self._skipped += 1
         total = math.fsum([ticket.loss_sum for ticket in record.tickets])
         nonfinite = any(ticket.flags & Flag.NONFINITE.value for ticket in record.tickets)

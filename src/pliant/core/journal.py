@@ -16,9 +16,11 @@ from typing import Union
 
 import msgspec
 
+from pliant.core.tickets import Flag
 from pliant.errors import JournalError
 
 VERSION = 1
+NONFINITE = int(Flag.NONFINITE)
 
 
 class RunRecord(msgspec.Struct, frozen=True, tag="run", tag_field="kind"):
@@ -91,9 +93,14 @@ class RoundRecord(msgspec.Struct, frozen=True, tag="round", tag_field="kind"):
     rate: float
     loss: float | None
     applied: bool
-    """false: skipped by the group, samples spent without an update"""
+    """false: samples spent without an update, because a part was not finite or nothing had any weight"""
     samples_total: int
     tickets: list[TicketLine]
+
+    @property
+    def skipped(self) -> bool:
+        """Whether some worker's part was not finite (a round without any weight is not applied either)."""
+        return any(ticket.flags & NONFINITE for ticket in self.tickets)
 
 
 class ExchangeRecord(msgspec.Struct, frozen=True, tag="exchange", tag_field="kind"):

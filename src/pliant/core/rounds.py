@@ -123,10 +123,11 @@ def founded(policy: Policy, era: int, roster: Sequence[WorkerId]) -> Group:
 
 
 def digest(group: Group) -> int:
-    """A fingerprint of the state; tickets carry it so that a divergence is seen in the next round."""
+    """A fingerprint of the state's counters; tickets carry it so that a divergence is seen in the next round."""
     cursor = group.phase.ledger.cursor if group.open else -1
-    packed = struct.pack("<qqqqqd", group.era, group.round, group.phases, group.samples, cursor, group.rate.factor)
-    return zlib.crc32(packed)
+    limit = -1 if group.samples_limit is None else group.samples_limit
+    counters = (group.era, group.round, group.phases, group.samples, cursor, limit)
+    return zlib.crc32(struct.pack("<qqqqqqd", *counters, group.rate.factor))
 
 
 def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:

@@ -67,7 +67,7 @@ class Ticket:
     """of the contribution's mean gradient"""
     scale: float = 1.0
     digest: int = 0
-    """of the replicated state this worker holds, 64 bits"""
+    """of the replicated state this worker holds"""
 
 
 _FIELDS = struct.Struct("<qqqBBqqqqqqqdddddddQ")

@@ -152,7 +152,7 @@ class Tally:
         status.loss = record.loss if record.loss is not None else status.loss
         status.samples_total = record.samples_total
         status.epoch_done += record.batch
-        status.skipped += not record.applied
+        status.skipped += record.skipped
         self._recent.append((now_s, record.batch, samples, [ticket.busy_s for ticket in record.tickets]))
         self._measure(workers, samples)
 

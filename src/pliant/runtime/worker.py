@@ -253,7 +253,8 @@ class Worker:
             if norm is None:
                 flags |= Flag.NONFINITE
             elif mine.weight > 0:
-                squared_norm = norm * (self.training.reference / mine.weight) ** 2
+                mean = self.training.reference / mine.weight
+                squared_norm = norm * mean * mean
             if self.group.overlap:
                 self.training.park(mine.weight, norm, bitmap)
             if len(self.group.roster) > 1:

@@ -106,7 +106,8 @@ def broadcast_state(group: Broadcaster, state: Any) -> Any:
         payload = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8)
         group.broadcast(torch.tensor([len(payload)]))
         group.broadcast(payload)
-        broadcast_tensors(group, [tensor.detach().clone() for tensor in tensors])
+        # Receivers build theirs on the host; each object puts its state on its own device when it loads it.
+        broadcast_tensors(group, [tensor.detach().cpu().clone() for tensor in tensors])
         return state
     length = torch.zeros(1, dtype=torch.int64)
     group.broadcast(length)

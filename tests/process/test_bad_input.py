@@ -1,0 +1,220 @@
+"""Mistakes, seen from the terminal: one line says what is wrong and what to do, and no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+
+import pytest
+from running import Launcher, Running, gone, records
+
+from pliant.core.journal import EndRecord, RoundRecord
+
+pytestmark = pytest.mark.slow
+
+PRELUDE = """
+import os, sys, warnings
+warnings.simplefilter("error")
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import pliant
+
+me = os.environ.get("PLIANT_WORKER", "alone")
+model = nn.Linear(6, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def dataset(samples=400):
+    return TensorDataset(torch.randn(samples, 6))
+
+def loop(run, samples=400, factor=1.0, before=int):
+    for (x,) in run.batches(dataset(samples), size=4):
+        before()
+        run.backward(model(x).square().mean() * factor)
+        run.step()
+
+def forever(run):
+    print("pid", os.getpid())
+    for epoch in run.epochs(1_000_000):
+        for (x,) in run.batches(dataset(), size=4, num_workers=LOADERS):
+            run.backward(model(x).square().mean())
+            if run.step() and run.round == 5:
+                print("trains")
+
+LOADERS = 0
+"""
+
+
+def ends_in_one_line(run: Running, said: str, status: int = 1) -> None:
+    """The run ended with ``status``; Pliant said why, once, and nobody printed a traceback."""
+    assert run.wait() == status, run.output
+    assert "Traceback" not in run.output, run.output
+    lines = [line for line in run.lines if said in line]
+    assert len(lines) == 1 and lines[0].startswith("pliant: "), run.output
+    last = records(run)[-1]
+    assert isinstance(last, EndRecord) and not last.completed and said in last.reason
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (
+            "model = nn.Linear(6, 4 if me == 'w1' else 3)",
+            "models differ: 'weight' is (3, 6) on w0 but (4, 6) on w1; give every worker the same model",
+        ),
+        (
+            "batch = 32 if me == 'w1' else 16",
+            "settings differ: batch is 16 on w0 but 32 on w1; call pliant.join with the same arguments on every worker",
+        ),
+        ("batch = 2.5", "failed: batch is 2.5: give a positive whole number of samples, e.g. batch=256"),
+    ],
+)
+def test_what_join_refuses(launch: Launcher, script: str, said: str) -> None:
+    run = launch(
+        f"""
+        batch = 16
+        {script}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pliant.join(model, optimizer, batch=batch) as run:
+            loop(run)
+        """
+    )
+    ends_in_one_line(run, said)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (
+            "loop(run, 401 if me == 'w1' else 400)",
+            "dataset lengths differ: 400 samples on w0 but 401 on w1; give batches the same dataset on every worker",
+        ),
+        (
+            "loop(run, before=optimizer.zero_grad if me == 'w1' else int)",
+            "w1 failed: the gradients were cleared or replaced by the script: remove optimizer.zero_grad()",
+        ),
+        (
+            "loop(run, factor=float('nan'))",
+            "20 rounds in a row had an infinite or undefined loss or gradient: lower the learning rate",
+        ),
+    ],
+)
+def test_what_the_loop_refuses(launch: Launcher, script: str, said: str) -> None:
+    run = launch(f"with pliant.join(model, optimizer, batch=16) as run:\n    {script}\n", workers=2)
+    ends_in_one_line(run, said)
+
+
+def test_losses_that_are_not_finite_are_counted_and_shown(launch: Launcher) -> None:
+    run = launch(
+        """
+        with pliant.join(model, optimizer, batch=16, delay=0) as run:
+            for (x,) in run.batches(dataset(), size=4):
+                run.backward(model(x).square().mean() * (float("inf") if me == "w1" and run.round in (3, 7) else 1.0))
+                run.step()
+            assert all(p.isfinite().all() for p in model.parameters())
+        """
+    )
+    assert run.wait() == 0, run.output
+    assert "400 samples in 25 rounds" in run.output and " · 2 skipped · " in run.output, run.output
+    skipped = [record.round for record in records(run) if isinstance(record, RoundRecord) and not record.applied]
+    assert skipped == [4, 8]
+    audit = launch.command("audit", "job")
+    assert audit.wait() == 0, audit.output
+
+
+def test_an_exception_on_one_worker(launch: Launcher) -> None:
+    run = launch(
+        """
+        with pliant.join(model, optimizer, batch=16) as run:
+            for (x,) in run.batches(dataset(), size=4):
+                run.backward(model(x).square().mean())
+                if run.step() and run.round >= 3 and me == "w2":
+                    raise KeyError("mine")
+        """,
+        workers=3,
+    )
+    assert run.wait() == 1, run.output
+    assert run.output.count("Traceback") == 1
+    assert "[w2] KeyError: 'mine'" in run.lines
+    assert "pliant: w2 failed: KeyError: 'mine'" in run.lines
+    assert "site-packages/pliant" not in run.output and "src/pliant" not in run.output
+
+
+def test_an_exception_on_all_workers(launch: Launcher) -> None:
+    run = launch("with pliant.join(model, optimizer, batch=16) as run:\n    loop(run); raise KeyError('mine')\n")
+    assert run.wait() == 1, run.output
+    assert run.output.count("Traceback") == 1
+    assert sum("] KeyError: 'mine'" in line for line in run.lines) == 1
+    assert sum("failed: KeyError: 'mine'" in line for line in run.lines) == 1
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_in_the_middle_of_training(launch: Launcher, number: int, status: int) -> None:
+    run = launch("with pliant.join(model, optimizer, batch=16) as run: forever(run)")
+    run.until("trains", times=2)
+    if number == signal.SIGTERM:
+        a_stranger_is_refused(launch, run)
+    run.process.send_signal(number)
+    assert run.wait() == status, run.output
+    assert "Traceback" not in run.output
+    for line in run.lines:
+        if "] pid" in line:
+            gone(int(line.split()[-1]))
+
+
+def a_stranger_is_refused(launch: Launcher, run: Running) -> None:
+    """A worker started by hand with a wrong token: one line, and the run does not notice."""
+    address = (run.directory / "job" / "address").read_text().strip()
+    named = {"PLIANT_ADDRESS": address, "PLIANT_WORKER": "w0", "PLIANT_TOKEN": "wrong"}
+    stranger = launch.python("train.py", **named)
+    assert stranger.wait() == 1
+    assert stranger.lines == [
+        f"pliant: the coordinator at {address} refused the job token; use the one in the file `token` of its run "
+        "directory, or let `pliant run` start the workers"
+    ]
+    assert run.process.poll() is None
+
+
+def test_a_worker_killed_in_the_middle_of_training(launch: Launcher) -> None:
+    """Its loader processes would hide its death, did they keep its sockets."""
+    run = launch("LOADERS = 2\nwith pliant.join(model, optimizer, batch=16) as run: forever(run)\n", workers=3)
+    run.until("trains", times=3)
+    os.kill(next(int(line.split()[-1]) for line in run.lines if line.startswith("[w1] pid")), signal.SIGKILL)
+    assert run.wait() == 137, run.output
+    assert sum("pliant: w1 was lost (killed by signal 9): " in line for line in run.lines) == 1
+    assert "Traceback" not in run.output
+
+
+def test_before_any_worker_starts(launch: Launcher) -> None:
+    missing = launch.command("run", "-n", "2", "missing.py")
+    assert missing.wait() == 2
+    assert missing.lines == ["pliant: no script at missing.py; give the path of the training script"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        run = launch("", options=("--port", port))
+        assert run.wait() == 1
+    assert run.lines == [f"pliant: port {port} is in use; give another --port, or none to take a free one"]
+
+
+def test_a_script_that_never_joins(launch: Launcher) -> None:
+    launch.prelude = ""
+    ends_in_one_line(launch("print('nothing to do')"), "train.py never called pliant.join: ")
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("run = pliant.join(model, optimizer, batch=0)", "batch is 0: give a positive whole number of samples"),
+        (
+            "with pliant.join(model, optimizer, batch=16) as run:\n    loop(run); optimizer.step()",
+            "optimizer.step() was called by the script: remove it from the loop",
+        ),
+    ],
+)
+def test_without_a_launcher(launch: Launcher, script: str, said: str) -> None:
+    (launch.directory / "train.py").write_text(PRELUDE + script)
+    run = launch.python("train.py")
+    assert run.wait() == 1
+    assert run.lines[-1].startswith(f"pliant.errors.UsageError: {said}"), run.output
+    assert sum("/pliant/" in line for line in run.lines) <= 2, run.output
