@@ -45,7 +45,6 @@ SYSTEMS = {
         System("limit"),
         System("pliant_floating", launched=True),
         System("oracle"),
-        System("oracle_256"),
         System("pliant_fixed", launched=True),
         System("ddp"),
         System("accumulate"),

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from benchmarks.clusters import MICRO_BATCH, Phase, Plan, device_ms, phase_at
+from benchmarks.clusters import MICRO_BATCH, REAL, Phase, Plan, device_ms, phase_at
 from benchmarks.workload import SAMPLES, Device, make_dataset, make_model, make_optimizer
 
 
@@ -145,5 +145,10 @@ class Worker:
 
 
 def equal_share(plan: Plan) -> int:
-    """What a group without regard to speed gives each worker; 16 of 64 in the emulated clusters."""
-    return max(plan.batch // plan.workers, 1) if plan.batch else MICRO_BATCH
+    """What a group without regard to speed gives each worker per update."""
+    return max(plan.batch // plan.workers, 1)
+
+
+def micro_batch(plan: Plan) -> int:
+    """What a worker computes at once: 16 samples in the emulated clusters, its whole share on real cores."""
+    return equal_share(plan) if plan.phases[0].cluster == REAL else MICRO_BATCH

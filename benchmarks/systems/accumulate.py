@@ -10,7 +10,7 @@ FOLD = 4
 
 def train(worker: Worker) -> None:
     model = wrapped(worker)
-    for number, (x, y) in enumerate(worker.batches(lambda: equal_share(worker.plan)), 1):
+    for number, (x, y) in enumerate(worker.batches(lambda: equal_share(worker.plan) // FOLD), 1):
         due = number % FOLD == 0
         with nullcontext() if due else model.no_sync():
             (worker.loss(model, x, y) / FOLD).backward()

@@ -1,4 +1,4 @@
-"""DistributedDataParallel with equal shares: 16 samples each, 64 in all."""
+"""DistributedDataParallel with equal shares, one forward and backward pass per update."""
 
 from benchmarks.systems.torch_group import wrapped
 from benchmarks.worker import Worker, equal_share

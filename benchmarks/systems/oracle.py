@@ -1,7 +1,7 @@
 """DistributedDataParallel with shares set by an oracle that knows every worker's present speed.
 
 Question  How well does a synchronous group do if nothing has to be measured?
-Holds     The batch is 64 (256 in oracle_256); its division makes the slowest worker's time as short as whole samples
+Holds     The batch is everybody's; its division makes the slowest worker's time as short as whole samples
           allow. DDP averages over workers, so each weighs its mean by share · workers / batch: the mean
           over samples is exact. In the one step at a redraw in which two workers' clocks lie on
           either side of it, the shares may add up to slightly more or less than it.
@@ -27,8 +27,9 @@ def shares(batch: int, milliseconds: Sequence[float]) -> list[int]:
     return given
 
 
-def train(worker: Worker, batch: int = 64) -> None:
+def train(worker: Worker) -> None:
     model = wrapped(worker)
+    batch = worker.plan.batch
     workers = worker.plan.workers
 
     def share() -> int:

@@ -1,9 +1,8 @@
-"""Pliant with a fixed batch of 64, the same as the oracle's, shared out by measured pace."""
+"""Pliant with a fixed batch, the same as the oracle's, shared out by measured pace."""
 
-from benchmarks.clusters import MICRO_BATCH
 from benchmarks.systems import pliant_group
-from benchmarks.worker import Worker, equal_share
+from benchmarks.worker import Worker, micro_batch
 
 
 def train(worker: Worker) -> None:
-    pliant_group.train(worker, worker.plan.batch, max(equal_share(worker.plan), MICRO_BATCH))
+    pliant_group.train(worker, worker.plan.batch, micro_batch(worker.plan))

@@ -1,9 +1,8 @@
 """Pliant with a floating batch: a round holds what the workers computed while the last one was summed."""
 
 import pliant
-from benchmarks.clusters import MICRO_BATCH
 from benchmarks.systems import pliant_group
-from benchmarks.worker import Worker, equal_share
+from benchmarks.worker import Worker, micro_batch
 
 # Far above what a round gathers here: the bound is there for the learning rate, not for the speed.
 AT_MOST = 4096
@@ -11,4 +10,4 @@ AT_MOST = 4096
 
 def train(worker: Worker) -> None:
     batch = pliant.Floating(reference=worker.plan.batch, at_most=AT_MOST)
-    pliant_group.train(worker, batch, max(equal_share(worker.plan), MICRO_BATCH))
+    pliant_group.train(worker, batch, micro_batch(worker.plan))

@@ -4,6 +4,7 @@
     ├── UsageError       the script asks for something Pliant cannot do; the message says what to do instead
     ├── Refused          the coordinator or the group will not take this worker; the message says why
     ├── RunEnded         the run is over for a reason outside this worker (another worker was lost, Ctrl-C)
+    │   └── Stopped      the coordinator itself says so, and shows the reason
     ├── JournalError     a journal is damaged, foreign or of another version
     └── NonFiniteLoss    too many rounds in a row had an infinite or undefined loss
 
@@ -35,6 +36,10 @@ class Refused(PliantError):
 
 class RunEnded(PliantError):
     """The run ended for a reason outside this worker."""
+
+
+class Stopped(RunEnded):
+    """The coordinator says that the run is over; who started it is told why by the coordinator."""
 
 
 class JournalError(PliantError):

@@ -329,7 +329,8 @@ def test_a_million_rounds_of_four_workers_would_take_less_than_a_minute() -> Non
     for number in range(rounds):
         starts = [number * batch + member * share for member in range(workers)]
         lines = [
-            TicketLine([(s, s + share)], 1, share, 8.0, 0.1, 0.0, 0.0, 0.8, 0.0, 1.0, int(Flag.NONE)) for s in starts
+            TicketLine([(s, s + share)], 1, share, 8.0, 0.1, 0.0, 0.0, 0.0, 0.8, 0.0, 1.0, int(Flag.NONE))
+            for s in starts
         ]
         records.append(RoundRecord(1, number + 1, 1, batch, 32.0, 1.0, 0.1, 0.1, True, (number + 1) * batch, lines))
     start_s = time.process_time()

@@ -41,6 +41,7 @@ TICKET_LINES = st.builds(
     busy_s=REAL,
     idle_s=REAL,
     sum_s=REAL,
+    cost_s=REAL,
     loss_sum=REAL,
     squared_norm=REAL,
     scale=REAL,

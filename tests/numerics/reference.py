@@ -68,7 +68,9 @@ def added(parts: Sequence[list[Tensor | None]]) -> list[Tensor | None]:
 def update(
     model: nn.Module, optimizer: Optimizer, total: list[Tensor | None], weight: float, clip: float | None
 ) -> None:
-    """One optimizer step on the mean gradient, clipped by torch's own function."""
+    """One optimizer step on the mean gradient, clipped by torch's own function; none without any weight."""
+    if not weight:
+        return
     for p, gradient in zip(model.parameters(), total, strict=True):
         p.grad = None if gradient is None else gradient / weight
     if clip is not None:

@@ -284,7 +284,7 @@ def test_step_is_true_on_all_workers_for_the_same_rounds_and_shows_plain_weights
 
         results = group_run(normed(), body, **settings)
         assert results[0] == results[1] == results[2]
-        assert len(results[0]) >= 6
+        assert len(results[0]) >= 3
 
 
 def test_plain_weights_are_equal_at_any_moment_of_the_same_round() -> None:

@@ -218,3 +218,41 @@ def test_without_a_launcher(launch: Launcher, script: str, said: str) -> None:
     assert run.wait() == 1
     assert run.lines[-1].startswith(f"pliant.errors.UsageError: {said}"), run.output
     assert sum("/pliant/" in line for line in run.lines) <= 2, run.output
+
+
+def test_a_group_left_in_the_middle_of_a_sum_keeps_no_process(launch: Launcher) -> None:
+    """gloo's destructor waits for a sum that nobody completes any more."""
+    script = """
+import threading
+from pliant.tensors.group import Gloo
+
+class Channel:
+    def __init__(self):
+        self.values, self.changed = {}, threading.Condition()
+    def put(self, attempt, key, value):
+        with self.changed:
+            self.values[key] = value
+            self.changed.notify_all()
+    def get(self, attempt, key, timeout_s):
+        with self.changed:
+            assert self.changed.wait_for(lambda: key in self.values, timeout_s)
+            return self.values[key]
+
+def form(place):
+    members[place] = Gloo(channel, attempt=1, place=place, members=2, address="127.0.0.1")
+
+channel, members = Channel(), {}
+threads = [threading.Thread(target=form, args=(place,)) for place in (0, 1)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+members[0].exchange(b"ticket", [torch.ones(1000)])
+members[0].leave()
+del members[0]
+print("left")
+"""
+    (launch.directory / "train.py").write_text(PRELUDE + script)
+    run = launch.python("-u", "train.py")
+    assert run.wait() == 0, run.output
+    assert run.lines == ["left"]

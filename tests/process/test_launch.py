@@ -82,7 +82,7 @@ def test_records_are_journaled_in_order(launch: Launcher) -> None:
         era = link.era(30)
         link.plan(2, None)
         if job.worker == "w0":
-            ticket = journal.TicketLine([(0, 4)], 1, 4, 4.0, 0.1, 0.0, 0.0, 2.0, 0.0, 1.0, 0)
+            ticket = journal.TicketLine([(0, 4)], 1, 4, 4.0, 0.1, 0.0, 0.0, 0.0, 2.0, 0.0, 1.0, 0)
             link.journal(journal.encode(journal.PhaseRecord(1, "train", 0, 16, 16, [4, 4], [1, 1], 0)))
             for number in (1, 2):
                 record = journal.RoundRecord(1, number, 1, 8, 8.0, 1.0, 0.1, 0.5, True, 8 * number, [ticket, ticket])

@@ -91,7 +91,7 @@ def test_a_traceback_that_ends_nothing_is_shown_after_a_pause() -> None:
 
 def round_record(number: int, samples: list[int], applied: bool = True) -> journal.RoundRecord:
     flags = 0 if applied else journal.NONFINITE
-    tickets = [journal.TicketLine([], 1, n, float(n), 0.5, 0.1, 0.0, 0.0, 0.0, 1.0, flags) for n in samples]
+    tickets = [journal.TicketLine([], 1, n, float(n), 0.5, 0.1, 0.0, 0.0, 0.0, 0.0, 1.0, flags) for n in samples]
     batch = sum(samples)
     return journal.RoundRecord(1, number, 1, batch, batch, 1.0, 0.1, 0.25, applied, batch * number, tickets)
 

@@ -146,13 +146,11 @@ def assert_used_once(run: Running) -> None:
         assert sorted(used + cut) == list(range(record.limit)), record
 
 
-def assert_proven(launch: Launcher, run: Running) -> dict[str, object]:
+def assert_proven(launch: Launcher) -> None:
     """``pliant audit`` agrees."""
     audit = launch.command("audit", "job", "--json")
     assert audit.wait() == 0, audit.output
-    report: dict[str, object] = json.loads(audit.output)
-    assert report["problems"] == []
-    return report
+    assert json.loads(audit.output)["problems"] == []
 
 
 @pytest.mark.parametrize(
@@ -172,14 +170,14 @@ def test_every_sample_once_whatever_the_sizes(launch: Launcher, settings: str) -
     assert_used_once(run)
     trained = [record for record, _, _ in positions(run).values() if record.task == "train"]
     assert [record.length for record in trained] == lengths
-    assert_proven(launch, run)
+    assert_proven(launch)
     assert_equal_everywhere(run, "drained")
     assert_equal_everywhere(run, "end")
     evaluated = assert_equal_everywhere(run, "evaluated")
     assert len(evaluated) == 2 and all(0.0 <= float(words[0]) <= 1.0 for words in evaluated)
     facts = assert_equal_everywhere(run, "facts")
     rounds = [record for record in records(run) if isinstance(record, RoundRecord)]
-    assert facts == [[str(sum(lengths)), "3.0", str(len(rounds))]] or facts[0][0] == str(sum(lengths)), facts
+    assert facts == [[str(sum(lengths)), "3.0", str(len(rounds))]]
     assert_updates_agree(run)
     if "Floating" not in settings:
         assert_batches_exact(rounds, trained)
@@ -232,7 +230,7 @@ def test_sizes_spares_breaks_and_a_number_of_samples(launch: Launcher) -> None:
     )
     assert run.wait() == 0, run.output
     assert_used_once(run)
-    report = assert_proven(launch, run)
+    assert_proven(launch)
     assert_equal_everywhere(run, "end")
     assert_equal_everywhere(run, "evaluated")
     assert assert_equal_everywhere(run, "facts") == [["400"]]
@@ -243,6 +241,5 @@ def test_sizes_spares_breaks_and_a_number_of_samples(launch: Launcher) -> None:
     assert phases[-2].limit < phases[-2].length == 97
     # Three samples are enough for three workers: one waits, and is shown.
     assert "1 spare" in run.output
-    idle = [record for record in records(run) if isinstance(record, RoundRecord)][10:60]
-    assert all(sum(ticket.samples > 0 for ticket in record.tickets) <= 3 for record in idle)
-    assert report
+    rounds = [record for record in records(run) if isinstance(record, RoundRecord)]
+    assert all(sum(ticket.samples > 0 for ticket in record.tickets) <= 3 for record in rounds)

@@ -43,7 +43,7 @@ from pliant.control.messages import (
     decode_from_coordinator,
     encode,
 )
-from pliant.errors import PliantError, Refused, RunEnded
+from pliant.errors import PliantError, Refused, RunEnded, Stopped
 
 CONNECT_S = 10.0
 """A coordinator answers within milliseconds; one that starts next to n importing workers within seconds."""
@@ -102,7 +102,7 @@ class Link:
                 raise Refused(reason)
             case Stop(reason=reason):
                 connection.close()
-                raise RunEnded(reason)
+                raise Stopped(reason)
             case _:
                 connection.close()
                 raise RunEnded(f"what answers at {address} is no Pliant coordinator of this version")
@@ -201,7 +201,7 @@ class Link:
                     if attempt >= self._attempt:
                         self._keys[attempt, key] = value
                 case Stop(reason=reason):
-                    self._trouble = self._trouble or RunEnded(reason)
+                    self._trouble = self._trouble or Stopped(reason)
                 case Refuse(reason=reason):
                     self._trouble = self._trouble or Refused(reason)
                 case Welcome():

@@ -415,6 +415,7 @@ def _ticket(group: Group, kind: Kind, line: TicketLine) -> Ticket:
         busy_s=line.busy_s,
         idle_s=line.idle_s,
         sum_s=line.sum_s,
+        cost_s=line.cost_s,
         loss_sum=line.loss_sum,
         squared_norm=line.squared_norm,
         scale=line.scale,

@@ -33,6 +33,10 @@ _SMALLEST = 3
 # An open batch cuts a slow worker's micro-batches down to this part of the size it asked for, not further: below,
 # running statistics and the device's efficiency suffer more than a longer round costs.
 _SMALLEST_PART = 4
+# An open batch lets a round last until its cost (update, look-ahead, hand-in) is this part of it ...
+_COST_SHARE = 0.03
+# ... but no longer than so many full micro-batches of the fastest worker.
+_PATIENT_MICRO_BATCHES = 4
 # A loader that wants more rounds than this in advance gets no more: shares must not lag further behind.
 _MOST_ROUNDS_AHEAD = 16
 
@@ -78,13 +82,15 @@ def floating(ledger: Ledger, pacing: Pacing, at_most: int | None, sizes: Sequenc
     ledger = positions.take_back(ledger)
     members = len(sizes) if at_most is None else min(len(sizes), at_most)
     paces = _attainable(pacing, at_most, members)
+    # A round will last as long as the last ones did, or as its cost demands.
+    round_s = max(pacing.round_s, patience_s(pacing, sizes))
     sizes = micro_batch_sizes(pacing, at_most, sizes)
     held = [hand.granted_samples for hand in ledger.hands[:members]]
     parts = _without_crumbs(entitlements(ledger.free, held, paces), paces)
     grants: list[int] = []
     for member in range(members):
         size, part = sizes[member], parts[member]
-        used = paces[member] * pacing.round_s if pacing.measured else 0.0
+        used = paces[member] * round_s if pacing.measured else 0.0
         wanted = math.ceil(_ROUNDS_AHEAD * used) + _MICRO_BATCHES_AHEAD * size - held[member]
         # Whole micro-batches, at most half of the worker's part or what it needs now; the last one of them all.
         needed = math.ceil(_ROUNDS_NEEDED * used) + size - held[member]
@@ -144,6 +150,17 @@ def micro_batch_sizes(pacing: Pacing, at_most: int | None, sizes: Sequence[int])
         min(size, max(_SMALLEST, -(-size // _SMALLEST_PART), round(pace * tempo_s)))
         for size, pace in zip(sizes, paces, strict=True)
     )
+
+
+def patience_s(pacing: Pacing, sizes: Sequence[int]) -> float:
+    """How long a contribution to an open batch lasts at least, so that a round's own cost stays small beside it.
+
+    Bounded by a few micro-batches of the fastest worker: updates are to stay frequent where they are dear.
+    """
+    if not pacing.measured:
+        return 0.0
+    fastest_s = min(size / pace for size, pace in zip(sizes, pacing.paces(), strict=True))
+    return min(pacing.cost_s / _COST_SHARE, _PATIENT_MICRO_BATCHES * fastest_s)
 
 
 def contribution_limits(pacing: Pacing, at_most: int, members: int) -> tuple[int, ...]:

@@ -75,6 +75,7 @@ class TicketLine(msgspec.Struct, frozen=True, array_like=True):
     busy_s: float
     idle_s: float
     sum_s: float
+    cost_s: float
     loss_sum: float
     squared_norm: float
     scale: float

@@ -39,6 +39,8 @@ class Pacing:
     """how long a round takes, by the worker that took longest"""
     sum_s: float = 0.0
     """how long a summation takes once the last worker has handed in"""
+    cost_s: float = 0.0
+    """what a round costs every worker besides computing: update, look-ahead, hand-in"""
 
     def paces(self) -> tuple[float, ...]:
         """Samples per second of each worker; an unmeasured one counts as the mean of the others."""
@@ -69,7 +71,13 @@ def measure(pacing: Pacing, tickets: Sequence[Ticket]) -> Pacing:
     round_s = max(ticket.busy_s + ticket.idle_s for ticket in working)
     # The last worker to hand in waits for the summation alone; everyone else also for that worker.
     sum_s = min(ticket.sum_s for ticket in tickets)
-    return Pacing(members, _follow(pacing.round_s, round_s), _follow(pacing.sum_s, sum_s))
+    cost_s = sum(ticket.cost_s for ticket in tickets) / len(tickets)
+    return Pacing(
+        members,
+        round_s=_follow(pacing.round_s, round_s),
+        sum_s=_follow(pacing.sum_s, sum_s),
+        cost_s=_follow(pacing.cost_s, cost_s),
+    )
 
 
 def _follow(old: float, new: float) -> float:

@@ -219,6 +219,8 @@ class Allowance:
     """exactly so many (fixed batch); None: as many as the time allows"""
     samples: int | None = None
     """no more than so many, where an open batch is bounded"""
+    seconds: float = 0.0
+    """not handed in before, as long as there is anything to draw: an open batch's round is to be worth its cost"""
 
 
 def allowance(group: Group, member: int, in_flight: int) -> Allowance:
@@ -227,10 +229,13 @@ def allowance(group: Group, member: int, in_flight: int) -> Allowance:
     if phase.kind is Kind.TRAIN and (not policy.floating or not group.overlap):
         quotas = phase.ledger.hands[member].quotas
         return Allowance(micro_batches=quotas[in_flight] if in_flight < len(quotas) else 0)
-    if phase.kind is Kind.TRAIN and policy.at_most is not None:
-        limits = dealing.contribution_limits(group.training, policy.at_most, len(group.roster))
-        return Allowance(samples=limits[member])
-    return Allowance()
+    if phase.kind is Kind.EVALUATE:
+        return Allowance(seconds=dealing.patience_s(group.evaluating, phase.sizes))
+    seconds = dealing.patience_s(group.training, phase.sizes)
+    if policy.at_most is None:
+        return Allowance(seconds=seconds)
+    limits = dealing.contribution_limits(group.training, policy.at_most, len(group.roster))
+    return Allowance(samples=limits[member], seconds=seconds)
 
 
 def _trained(group: Group, tickets: Sequence[Ticket], batch: int, *, finite: bool, short: bool) -> Group:

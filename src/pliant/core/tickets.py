@@ -61,6 +61,8 @@ class Ticket:
     idle_s: float = 0.0
     sum_s: float = 0.0
     """how long the worker's last summation took from hand-in to completion"""
+    cost_s: float = 0.0
+    """what settling, applying and looking ahead took in its last round"""
     loss_sum: float = 0.0
     """weight times loss, summed; in ``evaluate`` the sum"""
     squared_norm: float = 0.0
@@ -70,7 +72,7 @@ class Ticket:
     """of the replicated state this worker holds"""
 
 
-_FIELDS = struct.Struct("<qqqBBqqqqqqqdddddddQ")
+_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQ")
 
 
 def packed_size(bits: int) -> int:
@@ -97,6 +99,7 @@ def pack(ticket: Ticket, bitmap: int, bits: int) -> bytes:
         ticket.busy_s,
         ticket.idle_s,
         ticket.sum_s,
+        ticket.cost_s,
         ticket.loss_sum,
         ticket.squared_norm,
         ticket.scale,

@@ -22,7 +22,7 @@ from pliant.control.client import Link
 from pliant.control.messages import Signature
 from pliant.core import rounds
 from pliant.core.rounds import Policy
-from pliant.errors import PliantError, RunEnded
+from pliant.errors import PliantError, RunEnded, Stopped
 from pliant.runtime.environment import QUIET_EXIT, Job, current_job
 from pliant.runtime.update import Training
 from pliant.runtime.witness import Nobody, Reporter
@@ -133,7 +133,8 @@ def _connected(job: Job) -> Link:
     try:
         return Link.connect(job.address, job.token, job.worker, version("pliant"))
     except PliantError as error:
-        print(f"pliant: {error}", file=sys.stderr)
+        if not isinstance(error, Stopped):
+            print(f"pliant: {error}", file=sys.stderr)
         raise SystemExit(QUIET_EXIT if isinstance(error, RunEnded) else 1) from None
 
 

@@ -122,6 +122,7 @@ def _line(ticket: Ticket, spans: Sequence[Span]) -> journal.TicketLine:
         busy_s=ticket.busy_s,
         idle_s=ticket.idle_s,
         sum_s=ticket.sum_s,
+        cost_s=ticket.cost_s,
         # JSON has no infinity; a round with such a loss is marked by its flags.
         loss_sum=ticket.loss_sum if math.isfinite(ticket.loss_sum) else 0.0,
         squared_norm=ticket.squared_norm if math.isfinite(ticket.squared_norm) else 0.0,

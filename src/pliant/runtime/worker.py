@@ -94,6 +94,7 @@ class Worker:
         self._suspended: list[tuple[Contribution, Flight | None, float]] = []
         self._drawn_since_update = False
         self._sum_s = 0.0
+        self._cost_s = 0.0
         self.last: Settled | None = None
         """the last settled exchange"""
         self.last_trained: Settled | None = None
@@ -150,7 +151,9 @@ class Worker:
             if micro_batch is not None:
                 if self.group.phase.kind is Kind.TRAIN:
                     self._drawn_since_update = True
+                    start = self._clock()
                     self.training.look_ahead(self.group.rate.factor)
+                    self._cost_s += self._clock() - start
                 self._contribution.draw(samples_of(micro_batch), time.thread_time())
                 self._witness.beat(self.group.round)
                 return micro_batch
@@ -229,7 +232,10 @@ class Worker:
         bounds = rounds.allowance(self.group, self._member, 1 if self._flight else 0)
         if bounds.micro_batches is not None:
             return self._contribution.micro_batches >= bounds.micro_batches
-        return self._contribution.micro_batches > 0 or self._next() is None
+        mine = self._contribution
+        if mine.micro_batches and self._clock() - mine.start_s - mine.idle_s >= bounds.seconds:
+            return True
+        return self._next() is None
 
     # -- exchanging
 
@@ -274,6 +280,7 @@ class Worker:
             busy_s=max(0.0, now - mine.start_s - mine.idle_s),
             idle_s=mine.idle_s,
             sum_s=self._sum_s,
+            cost_s=self._cost_s,
             loss_sum=mine.loss_total(),
             squared_norm=squared_norm,
             scale=self.training.scale,
@@ -298,6 +305,7 @@ class Worker:
         assert flight is not None
         self._contribution.idle_s += self._await(flight.summation)
         self._sum_s = flight.summation.seconds
+        start = self._clock()
         handed_in, bitmap = self._gathered(flight.summation)
         before = self.group
         decision = rounds.settled(before, handed_in)
@@ -318,6 +326,7 @@ class Worker:
         self.last = outcome
         if outcome.ended:
             self._end_phase(training=training, merged=merged)
+        self._cost_s = self._clock() - start
         self._give_up_if_hopeless()
         return outcome
 

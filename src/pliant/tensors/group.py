@@ -10,6 +10,7 @@ Source    Facts about gloo in DESIGN ("measured on this kind of machine"); docs/
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -117,13 +118,15 @@ class Gloo:
         # Many hosts resolve their own name to 127.0.1.1: listen where the coordinator was reached from.
         options._devices = [gloo.create_device(hostname=address)]
         self._group = gloo(Prefixed(channel, attempt), place, members, options)
+        self._last: Summation | None = None
 
     def exchange(self, ticket: bytes, sums: Sequence[Tensor]) -> Summation:
         """Gather everybody's tickets and add up ``sums`` in place; returns at once."""
         mine = torch.frombuffer(bytearray(ticket), dtype=torch.uint8)
         theirs = [torch.empty_like(mine) for _ in range(self.members)]
         works = [self._group.allgather([theirs], [mine]), *(self._group.allreduce([tensor]) for tensor in sums)]
-        return Summation(works, lambda: [bytes(each.numpy()) for each in theirs])
+        self._last = Summation(works, lambda: [bytes(each.numpy()) for each in theirs])
+        return self._last
 
     def broadcast(self, tensor: Tensor) -> None:
         """Give everybody the leader's values, in place; blocks. Only at the start of an era."""
@@ -135,3 +138,7 @@ class Gloo:
     def leave(self) -> None:
         """Take the group down without waiting for anybody."""
         self._group.abort()
+        if self._last is not None and not self._last.over:
+            # gloo's abort frees nobody and its destructor waits for the sum, that is until the others' processes have
+            # ended, who wait in the same way: a group that is left in the middle of a sum is never destroyed.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
