@@ -36,7 +36,7 @@ _SMALLEST_PART = 4
 # An open batch lets a round last until its cost (update, look-ahead, hand-in) is this part of it ...
 _COST_SHARE = 0.03
 # ... but no longer than so many full micro-batches of the fastest worker.
-_PATIENT_MICRO_BATCHES = 4
+_PATIENT_MICRO_BATCHES = 8
 # A loader that wants more rounds than this in advance gets no more: shares must not lag further behind.
 _MOST_ROUNDS_AHEAD = 16
 

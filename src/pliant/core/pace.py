@@ -15,6 +15,8 @@ from pliant.core.tickets import Ticket
 # Half of the memory is gone after one round: a device that slows down is followed within two or three
 # rounds, a single noisy round moves a share by half of its error.
 _KEEP = 0.5
+# A pace that is off by more than this factor is no noise but another device (throttled, shared): believed at once.
+_ANOTHER_DEVICE = 1.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +61,7 @@ def unmeasured(members: int) -> Pacing:
 
 def measure(pacing: Pacing, tickets: Sequence[Ticket]) -> Pacing:
     """The pacing after one more round."""
-    members = tuple(
-        Pace(_KEEP * old.samples + ticket.samples, _KEEP * old.busy_s + ticket.busy_s)
-        if ticket.samples > 0 and ticket.busy_s > 0
-        else old
-        for old, ticket in zip(pacing.members, tickets, strict=True)
-    )
+    members = tuple(_measured(old, ticket) for old, ticket in zip(pacing.members, tickets, strict=True))
     working = [ticket for ticket in tickets if ticket.samples > 0]
     if not working:
         return pacing
@@ -78,6 +75,17 @@ def measure(pacing: Pacing, tickets: Sequence[Ticket]) -> Pacing:
         sum_s=_follow(pacing.sum_s, sum_s),
         cost_s=_follow(pacing.cost_s, cost_s),
     )
+
+
+def _measured(old: Pace, ticket: Ticket) -> Pace:
+    if ticket.samples == 0 or ticket.busy_s <= 0:
+        return old
+    new = Pace(float(ticket.samples), ticket.busy_s)
+    if old.samples_per_s is not None and new.samples_per_s is not None:
+        change = new.samples_per_s / old.samples_per_s
+        if 1 / _ANOTHER_DEVICE < change < _ANOTHER_DEVICE:
+            return Pace(_KEEP * old.samples + new.samples, _KEEP * old.busy_s + new.busy_s)
+    return new
 
 
 def _follow(old: float, new: float) -> float:
