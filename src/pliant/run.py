@@ -195,7 +195,7 @@ class Run:
     # -- the loop
 
     def epochs(self, n: int | None = None, *, samples: int | None = None) -> Iterator[int]:
-        """Count epochs: ``n`` of them, or as many as it takes to train on ``samples`` samples."""
+        """Count epochs up to ``n`` in all, or as many as it takes to train on ``samples`` samples in all."""
         if (n is None) == (samples is None):
             raise UsageError("epochs takes either a number of epochs or samples=N")
         self._membership.plan(n, samples)
@@ -387,6 +387,7 @@ class Run:
         if not self._closed:
             self._check_open()
             self._closed = True
+            atexit.unregister(self._at_exit)
             self._membership.finish()
 
     def __enter__(self) -> Run:
@@ -400,6 +401,7 @@ class Run:
                 self.close()
         elif not self._closed:
             self._closed = True
+            atexit.unregister(self._at_exit)
             self._membership.fail(error)
 
     def _at_exit(self) -> None:

@@ -279,12 +279,12 @@ def test_step_is_true_on_all_workers_for_the_same_rounds_and_shows_plain_weights
                 for x, y in run.batches(samples(), size=8):
                     run.backward(F.cross_entropy(model(x), y))
                     if run.step():
-                        seen.append((run.round, float(model[1].weight.detach().sum())))
+                        seen.append((run.round, float(model[1].weight.detach().abs().sum())))
             return seen
 
         results = group_run(normed(), body, **settings)
         assert results[0] == results[1] == results[2]
-        assert len(results[0]) >= 3
+        assert len(results[0]) >= (6 if isinstance(settings["batch"], int) else 1)
 
 
 def test_plain_weights_are_equal_at_any_moment_of_the_same_round() -> None:

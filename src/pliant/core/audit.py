@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
-from pliant.core import rounds
 from pliant.core.journal import (
     EndRecord,
     EraRecord,
@@ -27,16 +26,13 @@ from pliant.core.journal import (
     Record,
     RoundRecord,
     RunRecord,
-    TicketLine,
 )
-from pliant.core.rounds import Group, Mismatch, Policy, Settled
-from pliant.core.tickets import Flag, Kind, Ticket
-from pliant.types import Span, WorkerId
+from pliant.core.replay import Replay, named
+from pliant.core.tickets import Flag
+from pliant.types import Span
 
 # A damaged journal repeats the same complaint in every later round: the first ones tell where it began.
 _MOST_PROBLEMS = 100
-# Longer lists of spans are shortened in a message.
-_MOST_SPANS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,7 @@ class Report:
 
 def audit(records: Iterable[Record], *, replay: bool = True) -> Report:
     """Check a journal from its first record to its last; ``replay`` also runs the decision code again."""
-    auditor = _Auditor(_Replay() if replay else None)
+    auditor = _Auditor(Replay() if replay else None)
     for record in records:
         auditor.take(record)
     return auditor.report()
@@ -98,7 +94,7 @@ class _Phase:
 class _Auditor:
     """The checks that need no decision code: order, sums, coverage."""
 
-    def __init__(self, replayed: _Replay | None) -> None:
+    def __init__(self, replayed: Replay | None) -> None:
         self._replay = replayed
         self._problems: list[str] = []
         self._unnamed = 0
@@ -142,7 +138,7 @@ class _Auditor:
         completed = self._end is not None and self._end.completed
         if completed:
             for phase in self._open:
-                left = _named(phase.coverage.missing(phase.record.limit))
+                left = named(phase.coverage.missing(phase.record.limit))
                 self._problem(f"phase {phase.record.phase} never ended in a run that completed; not used: {left}")
         if self._records == 0:
             self._problem("the journal is empty")
@@ -200,7 +196,7 @@ class _Auditor:
         phase = self._open.pop()
         where, opened = f"phase {record.phase}", phase.record
         if record.cut and not phase.broken and opened.limit > 0:
-            self._problem(f"{where}: cut {_named(record.cut)} but no worker left its loop")
+            self._problem(f"{where}: cut {named(record.cut)} but no worker left its loop")
         for start, stop in record.cut:
             # A phase that samples=N leaves no room for is journaled as cut in full.
             inside = 0 <= start < stop <= (opened.limit or opened.length)
@@ -208,11 +204,11 @@ class _Auditor:
                 self._problem(f"{where}: cut {start}..{stop} is not within 0..{opened.limit}")
             repeated = phase.coverage.add(start, stop) if start < stop else []
             if repeated:
-                self._problem(f"{where}: cut positions were used: {_named(repeated)}")
+                self._problem(f"{where}: cut positions were used: {named(repeated)}")
             self._cut += max(0, stop - start)
         missing = phase.coverage.missing(opened.limit)
         if missing:
-            self._problem(f"{where}: positions never used nor cut: {_named(missing)}")
+            self._problem(f"{where}: positions never used nor cut: {named(missing)}")
 
     def _take_round(self, record: RoundRecord) -> None:
         where = f"phase {record.phase}, round {record.round}"
@@ -279,174 +275,7 @@ class _Auditor:
             self._problem(f"{where}: {worker} used positions beyond the limit {limit}: {max(start, limit)}..{stop}")
         repeated = phase.coverage.add(start, stop)
         if repeated:
-            self._problem(f"{where}: {worker} repeats positions {_named(repeated)}")
+            self._problem(f"{where}: {worker} repeats positions {named(repeated)}")
 
     def _innermost(self) -> str:
         return f"phase {self._open[-1].record.phase} is open" if self._open else "no phase is open"
-
-
-class _Replay:
-    """The decision code, run again on the journaled tickets."""
-
-    def __init__(self) -> None:
-        self.rounds = 0
-        """rounds and exchanges that were decided again"""
-        self._era: EraRecord | None = None
-        self._group: Group | None = None
-        self._ended: Settled | None = None
-        """the outcome whose phase end is the next record"""
-        self._lost = False
-
-    def take(self, record: Record) -> list[str]:
-        """What differs between the record and the decision code's answer; nothing after the first difference."""
-        if self._lost:
-            return []
-        match record:
-            case RoundRecord() | ExchangeRecord():
-                problems = self._settle(record)
-            case PhaseRecord():
-                problems = self._open(record)
-            case PhaseEndRecord():
-                problems = self._end(record)
-            case PolicyRecord():
-                problems = self._agree(record)
-            case EraRecord():
-                # A change of roster within a run is decided by the coordinator, not by tickets.
-                self._lost = self._group is not None and self._group.phases > 0
-                self._era, self._group = record, None
-                problems = []
-            case RunRecord() | EndRecord():
-                problems = []
-        self._lost = self._lost or bool(problems)
-        return problems
-
-    def _agree(self, record: PolicyRecord) -> list[str]:
-        if self._era is None:
-            return ["the policy is written before the first era"]
-        policy = Policy(
-            batch=record.batch,
-            floating=record.floating,
-            at_most=record.at_most,
-            delay=record.delay,
-            rule=record.rule,
-            momentum=record.momentum,
-        )
-        if self._group is None:
-            self._group = rounds.founded(policy, self._era.era, [WorkerId(worker) for worker in self._era.roster])
-        self._group = replace(self._group, policy=policy, samples_limit=record.samples_limit)
-        return []
-
-    def _open(self, record: PhaseRecord) -> list[str]:
-        group, where = self._group, f"phase {record.phase}"
-        if group is None:
-            return [f"{where}: opens before the policy is written"]
-        if self._ended is not None:
-            return [f"{where}: opens where the end of phase {self._ended.phase} is due"]
-        if not len(record.sizes) == len(record.ahead) == len(group.roster):
-            return [f"{where}: its sizes are not those of {len(group.roster)} workers"]
-        kind = Kind[record.task.upper()] if record.task in ("train", "evaluate") else None
-        if kind is None or min(record.sizes, default=0) < 1:
-            return [f"{where}: {record.task!r} with sizes {record.sizes} is no phase"]
-        entered = (kind, Flag.OPENING, record.epoch, record.length, record.order)
-        openings = [
-            Ticket(group.era, group.round, group.phases, *entered, size, ahead)
-            for size, ahead in zip(record.sizes, record.ahead, strict=True)
-        ]
-        after = rounds.opened(group, openings)
-        if isinstance(after, Mismatch):
-            return [f"{where}: {after.reason}"]
-        self._group = after
-        limit = after.phase.ledger.limit if after.open and after.phase.number == after.phases else 0
-        return [] if record.limit == limit else [f"{where}: limit is {record.limit}, the decision code says {limit}"]
-
-    def _settle(self, record: RoundRecord | ExchangeRecord) -> list[str]:
-        group = self._group
-        where = f"phase {record.phase}, " + (f"round {record.round}" if isinstance(record, RoundRecord) else "exchange")
-        if group is None or not group.open:
-            return [f"{where}: the decision code has no open phase"]
-        if self._ended is not None:
-            return [f"{where}: follows the last round of phase {self._ended.phase}"]
-        phase = group.phase
-        if phase.number != record.phase or len(record.tickets) != len(group.roster):
-            return [f"{where}: the decision code expects phase {phase.number} and {len(group.roster)} tickets"]
-        tickets = [_ticket(group, phase.kind, line) for line in record.tickets]
-        for worker, hand, ticket in zip(group.roster, phase.ledger.hands, tickets, strict=True):
-            if not 0 <= ticket.micro_batches <= hand.granted:
-                return [f"{where}: {worker} drew {ticket.micro_batches} micro-batches, {hand.granted} were granted"]
-            if hand.quotas and ticket.micro_batches != hand.quotas[0] and not ticket.flags & Flag.BREAK:
-                return [f"{where}: {worker} handed in {ticket.micro_batches} micro-batches of {hand.quotas[0]}"]
-        decision = rounds.settled(group, tickets)
-        if isinstance(decision, Mismatch):
-            return [f"{where}: {decision.reason}"]
-        self._group, outcome = decision
-        self.rounds += 1
-        if outcome.ended:
-            self._ended = outcome
-        return [f"{where}: {text}" for text in _differences(record, outcome, group.policy)]
-
-    def _end(self, record: PhaseEndRecord) -> list[str]:
-        outcome, self._ended = self._ended, None
-        where = f"phase {record.phase}"
-        if outcome is None:
-            # A phase without a position to use ends as soon as it opens.
-            group = self._group
-            if group and group.phases == record.phase and all(phase.number != record.phase for phase in group.open):
-                return []
-            return [f"{where}: ended, but the decision code goes on"]
-        problems: list[str] = []
-        if tuple(record.cut) != outcome.cut:
-            problems.append(f"{where}: cut {_named(record.cut)}, the decision code says {_named(outcome.cut)}")
-        # A result that is not finite is journaled as none.
-        if record.result is not None and record.result != outcome.result:
-            problems.append(f"{where}: result is {record.result!r}, the decision code says {outcome.result!r}")
-        return problems
-
-
-def _ticket(group: Group, kind: Kind, line: TicketLine) -> Ticket:
-    return Ticket(
-        group.era,
-        group.round,
-        group.phases,
-        kind,
-        _FLAGS[line.flags] if line.flags in _FLAGS else Flag(line.flags),
-        micro_batches=line.micro_batches,
-        samples=line.samples,
-        weight=line.weight,
-        busy_s=line.busy_s,
-        idle_s=line.idle_s,
-        sum_s=line.sum_s,
-        cost_s=line.cost_s,
-        loss_sum=line.loss_sum,
-        squared_norm=line.squared_norm,
-        scale=line.scale,
-    )
-
-
-# Making a flag of a number takes longer than the rest of a ticket.
-_FLAGS = {value: Flag(value) for value in range(8)}
-
-
-def _differences(record: RoundRecord | ExchangeRecord, outcome: Settled, policy: Policy) -> list[str]:
-    """Where the journal and the decision code disagree about a round."""
-    problems: list[str] = []
-    for member, (line, spans) in enumerate(zip(record.tickets, outcome.spans, strict=True)):
-        if tuple(line.spans) != spans:
-            problems.append(f"member {member} has {_named(line.spans)}, the decision code says {_named(spans)}")
-    if record.batch != outcome.batch:
-        problems.append(f"batch is {record.batch}, the decision code says {outcome.batch}")
-    if isinstance(record, RoundRecord):
-        if record.round != outcome.round:
-            problems.append(f"the decision code says round {outcome.round}")
-        if record.factor != outcome.factor:
-            problems.append(f"factor is {record.factor!r}, the decision code says {outcome.factor!r}")
-        if record.applied != outcome.applied:
-            problems.append(f"applied is {record.applied}, the decision code says {outcome.applied}")
-        if not policy.floating and not outcome.ended and record.batch != policy.batch:
-            problems.append(f"batch is {record.batch} of the fixed {policy.batch} in mid-epoch")
-    return problems
-
-
-def _named(spans: Sequence[Span]) -> str:
-    """Spans as text: ``0..4, 9..12``, the stop excluded."""
-    named = ", ".join(f"{start}..{stop}" for start, stop in spans[:_MOST_SPANS])
-    return f"{named}, … ({len(spans)} spans)" if len(spans) > _MOST_SPANS else named or "none"
