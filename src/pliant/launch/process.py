@@ -73,7 +73,9 @@ class WorkerProcess:
     def signal(self, number: int) -> None:
         """Signal the worker itself: its loaders follow it, and would complain if signalled first."""
         if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(number)
+            # Not Popen.send_signal, which reaps a worker that has just ended: its end would never be told.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         """Kill the worker and all its children."""
