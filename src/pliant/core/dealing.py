@@ -34,7 +34,7 @@ _SMALLEST = 3
 # running statistics and the device's efficiency suffer more than a longer round costs.
 _SMALLEST_PART = 4
 # An open batch lets a round last until its cost (update, look-ahead, hand-in) is this part of it ...
-_COST_SHARE = 0.03
+_COST_SHARE = 0.02
 # ... but no longer than so many full micro-batches of the fastest worker.
 _PATIENT_MICRO_BATCHES = 8
 # A loader that wants more rounds than this in advance gets no more: shares must not lag further behind.
