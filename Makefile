@@ -38,6 +38,7 @@ bench: venv
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh benchmarks/install.sh
 	$(BIN)/python -m benchmarks harvest --json docs/results/harvest.json
 	$(BIN)/python -m benchmarks overhead --json docs/results/overhead.json
+	$(BIN)/python -m benchmarks recovery --json docs/results/recovery.json
 
 format: venv
 	$(BIN)/ruff format .

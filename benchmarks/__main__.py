@@ -1,4 +1,4 @@
-"""``python -m benchmarks harvest|overhead [--quick] [--json FILE] [--only NAME …]`` and ``table FILE``.
+"""``python -m benchmarks harvest|overhead|recovery [--quick] [--json FILE] [--only NAME …]`` and ``table FILE``.
 
 Question  Are the targets met on this machine?
 Holds     The exit status is 0 only if every judged target is met.
@@ -14,6 +14,7 @@ from rich.console import Console
 
 from benchmarks import harvest, overhead, report
 from benchmarks.judge import judge, read_targets
+from benchmarks.recovery import schedule as recovery
 from benchmarks.results import Results, machine, read, write
 
 FILE_WIDTH = 160  # of tables where the output is no terminal
@@ -26,11 +27,13 @@ def _say(line: str) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Judge Pliant by its targets.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("harvest", "overhead"):
+    for name in ("harvest", "overhead", "recovery"):
         command = commands.add_parser(name)
         command.add_argument("--quick", action="store_true", help="the same targets in under 15 minutes")
         command.add_argument("--json", type=Path, metavar="FILE", help="write every repeat here")
-        command.add_argument("--only", nargs="+", default=[], metavar="NAME", help="systems, models, clusters or parts")
+        command.add_argument(
+            "--only", nargs="+", default=[], metavar="NAME", help="systems, models, clusters, parts or acts"
+        )
     table = commands.add_parser("table", help="the tables of a results file as markdown")
     table.add_argument("file", type=Path)
     return parser.parse_args()
@@ -55,6 +58,13 @@ def _overheads(quick: bool, only: list[str], say: harvest.Say) -> tuple[Results,
     return Results("overhead", quick, facts, runs, memory), asked
 
 
+def _recoveries(quick: bool, only: list[str], say: harvest.Say) -> tuple[Results, frozenset[str]]:
+    chosen = recovery.selection(only)
+    facts = machine()
+    trials = recovery.measure(recovery.QUICK if quick else recovery.FULL, chosen, say)
+    return Results("recovery", quick, facts, trials=trials), chosen.asked
+
+
 def main() -> int:
     arguments = _arguments()
     if arguments.command == "table":
@@ -65,7 +75,7 @@ def main() -> int:
     # An ending by signal must still end the worker processes: as an exception it does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
-    measure = _harvested if arguments.command == "harvest" else _overheads
+    measure = {"harvest": _harvested, "overhead": _overheads, "recovery": _recoveries}[arguments.command]
     try:
         results, asked = measure(arguments.quick, arguments.only, _say)
     except ValueError as error:

@@ -36,6 +36,9 @@ class Target:
     at_most: float = math.inf
     margin: float = 0.0
     slack: float = 0.0
+    act: str = ""
+    figure: str = ""
+    of: str = "worst"  # of the trials: "worst" or "median"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +137,42 @@ def _memory(results: Results, target: Target) -> list[_Found]:
     return [_Found(target.at_most + target.slack - copies, f"{copies:.3f} copies")]
 
 
+def _no_trial(results: Results, target: Target, system: str) -> _Found:
+    refusals = results.refusals(system, target.model, target.act)
+    return _Found(-math.inf, f"{system} failed: {refusals[0]}" if refusals else f"{system}: not measured")
+
+
+def _bounded(results: Results, target: Target) -> list[_Found]:
+    """A figure of all trials of an act; one that failed misses the target."""
+    values = results.measured(target.system, target.model, target.act, target.figure)
+    if not values or results.refusals(target.system, target.model, target.act):
+        return [_no_trial(results, target, target.system)]
+    value = max(values) if target.of == "worst" else median(values)
+    beside = f"worst {max(values):.3f}" if target.of == "median" else f"median {median(values):.3f}"
+    return [_Found(target.at_most - value, f"{target.of} {value:.3f} of {len(values)} ({beside})")]
+
+
+def _faster(results: Results, target: Target) -> list[_Found]:
+    """The rival's median ÷ ours; trials are not paired, each has its own moment."""
+    found: list[_Found] = []
+    ours = results.measured(target.system, target.model, target.act, target.figure)
+    for rival in target.rivals:
+        theirs = results.measured(rival, target.model, target.act, target.figure)
+        if not ours or not theirs:
+            found.append(_no_trial(results, target, target.system if not ours else rival))
+            continue
+        ratio = median(theirs) / median(ours)
+        text = f"{ratio:.1f} × ({median(ours):.3f} s against {median(theirs):.3f} s of {rival})"
+        found.append(_Found(ratio - target.at_least, text))
+    return found
+
+
 def verdict(results: Results, target: Target) -> Verdict:
     """The worst of the target's comparisons decides; all are shown."""
     rules = {"harvest": _harvest, "not_below": _not_below}
-    if target.kind == "memory":
-        found = _memory(results, target)
+    whole = {"memory": _memory, "bounded": _bounded, "faster": _faster}
+    if target.kind in whole:
+        found = whole[target.kind](results, target)
     else:
         rule = rules.get(target.kind, _compared)
         found = [one for cluster in target.clusters for one in rule(results, target, cluster)]
@@ -155,7 +189,7 @@ def judge(results: Results, targets: tuple[Target, ...], asked: frozenset[str] |
 
 
 def _names(target: Target) -> set[str]:
-    return {target.system, *target.rivals, *target.clusters, *([target.model] if target.model else [])}
+    return {target.system, *target.rivals, *target.clusters, *(name for name in (target.model, target.act) if name)}
 
 
 def middle(series: dict[int, Figures], of: str) -> float | None:

@@ -25,6 +25,11 @@ NAMES = {
     "torchft": "torchft over gloo",
     "plain": "plain PyTorch loop",
     "pliant_alone": "Pliant, one worker",
+    "pliant": "Pliant",
+    "torchft_tight": "torchft, tight timeouts",
+    "torchft_default": "torchft, its defaults",
+    "torchrun_tight": "torchrun restart, tight",
+    "torchrun_default": "torchrun restart, its defaults",
     "memory_plain": "plain PyTorch loop",
     "memory_none": "Pliant, delay 1, no correction",
     "memory_lookahead": "Pliant, delay 1, look-ahead",
@@ -125,11 +130,66 @@ def _memory_sheets(results: Results) -> list[Sheet]:
     return [Sheet("Memory, large model", columns, tuple(rows))]
 
 
+# Columns per table of the recovery: act, title, figure and heading; times in seconds.
+RECOVERY = (
+    ("kill", "From SIGKILL to the next update (s)", (("next_update_s", "next update"), ("usual_gap_s", "usual gap"))),
+    ("stop", "From SIGSTOP to the next update (s), dead_after 1 s", (("next_update_s", "next update"),)),
+    (
+        "join",
+        "A worker joins (s)",
+        (
+            ("idle_s", "idle of the others in all"),
+            ("lost_s", "of the others between micro-batches in all"),
+            ("gap_s", "longest gap beyond the usual one"),
+            ("contributes_s", "first contribution after import and model"),
+            ("starts_s", "first contribution after the request"),
+        ),
+    ),
+    ("leave", "A worker leaves", (("recomputed", "samples recomputed"), ("gap_rounds", "longest gap in usual ones"))),
+    (
+        "link",
+        "A worker joins over a slow link (s)",
+        (
+            ("rounds_followed", "rounds until the state was there"),
+            ("gap_s", "longest gap beyond the usual one"),
+            ("steady_gap_s", "usual gap with the newcomer in"),
+            ("contributes_s", "first contribution after import and model"),
+        ),
+    ),
+    ("audit", "Audit of every run", (("problems", "problems"),)),
+)
+
+
+def _recovery_sheets(results: Results) -> list[Sheet]:
+    shown: list[Sheet] = []
+    for act, title, columns in RECOVERY:
+        kinds = dict.fromkeys((t.system, t.model) for t in results.trials if t.act == act)
+        rows = [_trial_row(results, system, model, act, columns) for system, model in kinds]
+        if rows:
+            headings = tuple(f"{heading}: median, worst" for _, heading in columns)
+            shown.append(Sheet(title, ("system", "model", "trials", *headings), tuple(rows)))
+    return shown
+
+
+def _trial_row(
+    results: Results, system: str, model: str, act: str, columns: tuple[tuple[str, str], ...]
+) -> tuple[str, ...]:
+    series = [results.measured(system, model, act, figure) for figure, _ in columns]
+    cells = [f"{median(values):.3f}, {max(values):.3f}" if values else "–" for values in series]
+    refusals = results.refusals(system, model, act)
+    if refusals and not any(series):
+        cells = [f"failed: {refusals[0]}", *("" for _ in cells[1:])]
+    count = str(max(len(values) for values in series)) + (f" + {len(refusals)} failed" if refusals else "")
+    return (NAMES.get(system, system), model, count, *cells)
+
+
 def sheets(results: Results) -> list[Sheet]:
     """All tables of a benchmark."""
     if results.benchmark == "harvest":
         models = _unique(run.model for run in results.runs)
         return [sheet for model in models for sheet in _harvest_sheets(results, model)]
+    if results.benchmark == "recovery":
+        return _recovery_sheets(results)
     return _overhead_sheets(results) + _memory_sheets(results)
 
 
@@ -157,7 +217,7 @@ def _line(cells: Iterable[str]) -> str:
 def facts(results: Results) -> str:
     """One line on the machine and the number of repeats."""
     machine = results.machine
-    repeats = 1 + max((run.repeat for run in results.runs), default=0)
+    repeats = 1 + max((one.repeat for one in (*results.runs, *results.trials)), default=0)
     per_run = [len(run.clusters) for run in results.runs if run.clusters]
     windows = f"{fmean(per_run):.0f} windows per run, " if per_run else ""
     return (

@@ -55,6 +55,18 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class Trial:
+    """One worker that died, hung, came or went; times in seconds. ``failure`` says why there are no figures."""
+
+    system: str
+    model: str
+    act: str
+    repeat: int
+    figures: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Results:
     """One invocation of one benchmark."""
 
@@ -63,6 +75,7 @@ class Results:
     machine: Machine
     runs: tuple[Run, ...] = ()
     memory: tuple[Memory, ...] = ()
+    trials: tuple[Trial, ...] = ()
 
     def series(self, system: str, model: str, cluster: str) -> dict[int, Figures]:
         """Figures by repeat, of the repeats that gave any."""
@@ -76,6 +89,16 @@ class Results:
         """Why this system has no figures, once per failed repeat."""
         runs = (run for run in self.runs if run.system == system and run.model == model)
         return [run.failure for run in runs if run.failure is not None]
+
+    def measured(self, system: str, model: str, act: str, figure: str) -> list[float]:
+        """One figure of every trial that gave it."""
+        found = (t for t in self.trials if (t.system, t.model, t.act) == (system, model, act))
+        return [trial.figures[figure] for trial in found if figure in trial.figures]
+
+    def refusals(self, system: str, model: str, act: str) -> list[str]:
+        """Why trials of this kind have no figures."""
+        found = (t for t in self.trials if (t.system, t.model, t.act) == (system, model, act))
+        return [trial.failure for trial in found if trial.failure is not None]
 
 
 def machine() -> Machine:

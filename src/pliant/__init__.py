@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from pliant.errors import JournalError, NonFiniteLoss, PliantError, Refused, RunEnded, UsageError
+from pliant.errors import JournalError, Left, NonFiniteLoss, PliantError, Refused, RunEnded, UsageError
 
 if TYPE_CHECKING:
     from pliant.run import Run, join
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Floating",
     "JournalError",
+    "Left",
     "NonFiniteLoss",
     "PliantError",
     "Refused",

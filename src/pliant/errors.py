@@ -8,6 +8,8 @@
     ├── JournalError     a journal is damaged, foreign or of another version
     └── NonFiniteLoss    too many rounds in a row had an infinite or undefined loss
 
+    Left (a SystemExit)  this worker was asked to go and has gone; the run goes on without it
+
 Holds     A message is one line: what is wrong, and what to do.
 """
 
@@ -25,6 +27,10 @@ Answer = TypeVar("Answer")
 class PliantError(Exception):
     """The root of all errors that Pliant raises on purpose."""
 
+    def again(self) -> PliantError:
+        """The same error once more, without the traceback of its last time."""
+        return type(self)(*self.args)
+
 
 class UsageError(PliantError):
     """The user's script asks for something Pliant cannot do."""
@@ -40,6 +46,22 @@ class RunEnded(PliantError):
 
 class Stopped(RunEnded):
     """The coordinator says that the run is over; who started it is told why by the coordinator."""
+
+    def __init__(self, reason: str, *, completed: bool = False) -> None:
+        super().__init__(reason)
+        self.completed = completed
+        """the run came to its end: a latecomer has nothing to do, and nothing went wrong"""
+
+    def again(self) -> Stopped:
+        return Stopped(self.args[0], completed=self.completed)
+
+
+class Left(SystemExit):
+    """This worker left a run that goes on: raised in ``batches``, ``step`` and ``evaluate``, so that no later code of
+    the script runs on unfinished weights. Uncaught, it ends the process with status 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
 
 
 class JournalError(PliantError):

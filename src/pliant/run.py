@@ -24,11 +24,13 @@ from torch.optim import Optimizer
 
 from pliant import data, settings
 from pliant.core.ledger import samples_of
+from pliant.core.rounds import Past
 from pliant.core.tickets import Kind
 from pliant.errors import PliantError, UsageError, boundary, without_own_frames
 from pliant.runtime import membership
 from pliant.runtime.membership import Membership, Offer
 from pliant.runtime.update import Training
+from pliant.runtime.worker import Opening
 from pliant.tensors.randomness import MICRO_BATCH, seed_everything, stream
 from pliant.types import WorkerId
 
@@ -86,12 +88,12 @@ def join(
         membership.turned_away(error)
         raise
 
-    def prepared(members: int) -> Training:
+    def prepared(grouped: bool) -> Training:
         return Training(
             model,
             optimizer,
             reference=resolved.policy.batch,
-            members=members,
+            grouped=grouped,
             correction=resolved.correction if resolved.policy.delay == 1 else "none",
             clip_norm=resolved.clip_norm,
             scheduler=scheduler,
@@ -133,6 +135,10 @@ class Run:
         self._before, self._length = 0, 1
         self._loaders: dict[tuple[Any, ...], data.Loader] = {}
         self._drawn = 0
+        self._passed = False
+        """a call of this epoch lay in the past of the group"""
+        self._result: float | None = None
+        """of the last ``evaluate``"""
         self._left: int | None = None
         self._trouble: PliantError | None = None
         self._closed = False
@@ -185,7 +191,7 @@ class Run:
     @property
     def is_leader(self) -> bool:
         """Whether this worker prints and writes for the group."""
-        return self.roster[0] == self.worker
+        return self.era > 0 and self.roster[0] == self.worker
 
     @property
     def progress(self) -> float:
@@ -201,12 +207,12 @@ class Run:
         self._membership.plan(n, samples)
         self._worker.limit_samples(samples)
         while (n is not None and self._epoch < n) or (samples is not None and self.samples < samples):
-            before = self.samples
+            before, self._passed = self.samples, False
             yield self._epoch
-            self._worker.training.end_epoch()
+            self._worker.training.end_epoch(self._epoch)
             self._epoch += 1
             self._before = self.samples
-            if samples is not None and self.samples == before:
+            if samples is not None and self.samples == before and not self._passed:
                 raise UsageError("an epoch trained on no sample, so samples=N is never reached: call batches in it")
 
     @boundary
@@ -235,7 +241,7 @@ class Run:
         order = self._order if kind is Kind.TRAIN else _as_it_is
         indices = data.epoch_order(order, seed, epoch, length)
         source = self._loader(dataset, collate_fn, loader)
-        phase = self._worker.open(
+        call = Opening(
             kind,
             epoch=epoch,
             length=len(indices),
@@ -243,6 +249,10 @@ class Run:
             size=self._membership.size or size,
             ahead=source.ahead,
         )
+        phase = self._worker.open(call)
+        if isinstance(phase, Past):
+            self._result, self._passed = phase.result, True
+            return
         if kind is Kind.TRAIN:
             self._before, self._length = self.samples, max(1, len(indices))
         reading = source.pass_over(indices, seed, epoch, self._worker.upcoming)
@@ -252,6 +262,7 @@ class Run:
                 seed_everything(stream(seed, epoch, micro_batch[0][0], MICRO_BATCH))
                 self._drawn = samples_of(micro_batch)
                 yield collated
+            self._result = self._worker.left()
         except GeneratorExit:
             self._worker.training.back()
             self._left = phase
@@ -322,7 +333,7 @@ class Run:
         if self._worker.inside is Kind.EVALUATE:
             raise UsageError("evaluate was called inside evaluate: finish the first one")
         drawn, training = self._drawn, [(module, module.training) for module in self._model.modules()]
-        before = self._worker.last
+        self._result = None
         self._model.eval()
         try:
             with torch.no_grad(), self._worker.training.plain():
@@ -338,8 +349,7 @@ class Run:
             self._drawn = drawn
             for module, was_training in training:
                 module.training = was_training
-        last = self._worker.last
-        return math.nan if last is None or last is before or last.result is None else last.result
+        return math.nan if self._result is None else self._result
 
     @contextmanager
     def plain_weights(self) -> Iterator[None]:
@@ -362,6 +372,13 @@ class Run:
             save_file(tensors, str(path))
 
     # -- the end
+
+    def leave(self) -> None:
+        """Go in good order, as on SIGTERM: hand in what there is and let the others go on without this worker.
+
+        Returns at once; ``batches``, ``step`` and ``evaluate`` raise ``pliant.Left`` when it has happened.
+        """
+        self._membership.leave("run.leave() was called")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -59,6 +59,10 @@ class Settings:
         }
 
 
+# Signs of life come ten times as often; on a busy machine a shorter silence proves nothing.
+_LEAST_DEAD_AFTER_S = 0.5
+
+
 def resolved(
     optimizer: Optimizer,
     *,
@@ -84,8 +88,8 @@ def resolved(
     _one_of("rates", rule, tuple(RULES))
     if clip_norm is not None and not clip_norm > 0:
         raise UsageError(f"clip_norm is {clip_norm}: give a positive number, or leave it out")
-    if not dead_after > 0:
-        raise UsageError(f"dead_after is {dead_after}: give a positive number of seconds")
+    if not dead_after >= _LEAST_DEAD_AFTER_S:
+        raise UsageError(f"dead_after is {dead_after}: give seconds, at least {_LEAST_DEAD_AFTER_S:g}")
     policy = Policy(
         batch=reference,
         floating=isinstance(batch, Floating),

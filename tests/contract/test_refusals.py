@@ -60,7 +60,7 @@ def test_a_batch_that_is_no_positive_whole_number(batch: Any) -> None:
         ({"rates": "cubic"}, "rates is 'cubic': choose one of"),
         ({"schedule_by": "round"}, "schedule_by is 'round': choose"),
         ({"clip_norm": 0.0}, "clip_norm is 0.0: give a positive number"),
-        ({"dead_after": 0}, "dead_after is 0: give a positive number of seconds"),
+        ({"dead_after": 0}, "dead_after is 0: give seconds, at least 0.5"),
     ],
 )
 def test_other_settings(settings: dict[str, Any], match: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from driver import Break, Call, Scene
+from dataclasses import replace
+
+from driver import Break, Call, Change, Scene
 from hypothesis import strategies as st
 
 from pliant.core.rounds import Policy
@@ -49,4 +51,34 @@ def scenes(draw: st.DrawFn, *, breaks: bool = True, changes: bool = True) -> Sce
         changes=tuple(draw(st.lists(change, max_size=4))) if changes else (),
         samples_limit=draw(st.one_of(st.none(), st.integers(0, 900))),
         spoiled=frozenset(draw(st.sets(st.integers(0, 600), max_size=2))),
+    )
+
+
+@st.composite
+def elastic_scenes(draw: st.DrawFn, *, breaks: bool = False) -> Scene:
+    """The same with workers that are killed, leave and join, at any moment."""
+    scene = draw(scenes(breaks=breaks))
+    members = len(scene.speeds)
+    joiners = draw(st.integers(0, 3))
+    every = draw(st.sampled_from([0, 0, 1, 3]))
+    when = st.one_of(st.floats(0.0, 3.0), st.floats(0.0, 60.0))
+    spread = st.sampled_from([0.0, 0.0, 0.03, 0.5, 4.0])
+    joining = [Change(draw(when), "join", members + index, draw(spread)) for index in range(joiners)]
+    other = st.builds(
+        Change,
+        when,
+        st.sampled_from(["kill", "leave"]),
+        st.integers(0, members + joiners - 1),
+        spread,
+        st.integers(0, 255),
+    )
+    more = {"min_size": joiners, "max_size": joiners}
+    return replace(
+        scene,
+        speeds=(*scene.speeds, *draw(st.lists(SPEEDS, **more))),
+        sizes=(*scene.sizes, *draw(st.lists(st.integers(1, 32), **more))),
+        ahead=(*scene.ahead, *draw(st.lists(st.sampled_from([0, 0, 2]), **more))),
+        evaluates_every=every,
+        happens=(*joining, *draw(st.lists(other, max_size=4))),
+        takes=draw(st.integers(1, 6)),
     )

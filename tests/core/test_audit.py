@@ -275,7 +275,9 @@ def test_a_journal_out_of_order_is_named(records: list[Record], text: str) -> No
 @given(st.data())
 def test_no_record_of_a_completed_run_can_be_left_out_or_repeated(data: st.DataObject) -> None:
     records = list(example())
-    number = data.draw(st.integers(1, len(records) - 2))
+    # An exchange of evaluate that nobody had anything for yet says nothing.
+    silent = [n for n, record in enumerate(records) if isinstance(record, ExchangeRecord) and record.batch == 0]
+    number = data.draw(st.sampled_from([n for n in range(1, len(records) - 1) if n not in silent]))
     assert audit([*records[:number], *records[number + 1 :]]).problems
     # The policy may be said twice.
     repeated = audit([*records[:number], records[number], *records[number:]]).problems

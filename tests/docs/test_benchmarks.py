@@ -9,8 +9,11 @@ import pytest
 from benchmarks.clusters import CHOICES_MS, Phase, device_ms, phases, solo_sum
 from benchmarks.judge import Target, judge, read_targets
 from benchmarks.ratios import paired
+from benchmarks.recovery.disturbance import gaps, idle_s, longest_gap, lost_s, next_update_s, updates
+from benchmarks.recovery.schedule import selection
+from benchmarks.recovery.stamps import Stamps, Step, Trace, Traces, View
 from benchmarks.report import markdown, sheets
-from benchmarks.results import Figures, Machine, Memory, Results, Run, machine, read, write
+from benchmarks.results import Figures, Machine, Memory, Results, Run, Trial, machine, read, write
 from benchmarks.systems.oracle import shares
 from benchmarks.worker import Span, count
 
@@ -42,6 +45,24 @@ def test_every_target_of_the_table_is_there_with_its_number() -> None:
     assert numbers.count(("memory", 1.0)) == 1
     assert numbers.count(("memory", 2.0)) == 1
     assert [target.margin for target in read_targets().target if target.kind == "not_below"] == [0.02]
+    bounds = [(t.act, t.model, t.figure, t.of, t.at_most) for t in read_targets().target if t.kind == "bounded"]
+    assert bounds == [
+        ("kill", "small", "next_update_s", "median", 0.2),
+        ("kill", "small", "next_update_s", "worst", 0.5),
+        ("stop", "small", "next_update_s", "worst", 1.5),
+        ("join", "small", "idle_s", "median", 0.05),
+        ("join", "large", "idle_s", "median", 0.25),
+        ("join", "small", "contributes_s", "median", 0.5),
+        ("join", "large", "contributes_s", "median", 1.5),
+        ("leave", "small", "recomputed", "worst", 0.0),
+        ("leave", "small", "gap_rounds", "worst", 2.0),
+        ("audit", "small", "problems", "worst", 0.0),
+        ("audit", "large", "problems", "worst", 0.0),
+    ]
+    assert [(t.rivals[0], t.at_least) for t in read_targets().target if t.kind == "faster"] == [
+        ("torchft_tight", 3.0),
+        ("torchrun_tight", 20.0),
+    ]
 
 
 @pytest.mark.parametrize(("ours", "met"), [(971.0, True), (969.0, False)])
@@ -115,6 +136,115 @@ def test_oracle_shares_add_up_and_finish_as_early_as_whole_samples_allow() -> No
 
 
 def test_results_survive_the_file(tmp_path: Path) -> None:
-    results = Results("harvest", True, machine(), harvested(900.0).runs, (Memory("memory_plain"),))
+    results = Results(
+        "harvest",
+        True,
+        machine(),
+        harvested(900.0).runs,
+        (Memory("memory_plain"),),
+        (Trial("pliant", "small", "kill", 0, {}),),
+    )
     write(results, tmp_path / "deep" / "results.json")
     assert read(tmp_path / "deep" / "results.json") == results
+
+
+def traced(*seen: tuple[float, int, int, int, int], name: str = "w1") -> Trace:
+    """Micro-batches of 40 ms that end at the given moments: (end, era, progress) before and after."""
+    trace = Trace(pid=1)
+    for ends, era, progress, era_after, progress_after in seen:
+        views = View(era, progress), View(era_after, progress_after)
+        trace.steps.append(Step(name, False, ends - 0.05, ends - 0.01, ends, *views, 16))
+    return trace
+
+
+def test_stamps_are_read_as_they_were_written(tmp_path: Path) -> None:
+    stamps, traces = Stamps(tmp_path), Traces(tmp_path)
+    stamps.ready()
+    step = Step("w2.3", True, 1.25, 1.5, 1.75, View(3, 640), View(4, 704), 16)
+    stamps.step(step)
+    (trace,) = traces.refresh().by_pid.values()
+    assert trace.steps == [step] and trace.ready_s is not None and trace.name == "w2.3"
+    stamps.step(step)
+    assert len(traces.refresh().by_pid[trace.pid].steps) == 2
+    trace.take("step w2.3 0 1.0 2.0 3.")
+    assert len(trace.steps) == 2, "a line that is being written is not read"
+
+
+def test_updates_are_seen_in_the_step_and_while_waiting_for_the_next_micro_batch() -> None:
+    trace = traced((1.0, 1, 0, 1, 64), (1.1, 1, 64, 1, 64), (1.2, 1, 128, 1, 192))
+    assert [(round(u.at_s, 2), u.view.progress) for u in updates(trace.steps)] == [(1.0, 64), (1.15, 128), (1.2, 192)]
+
+
+def test_a_round_complete_before_the_kill_is_no_recovery() -> None:
+    ahead = traced((1.0, 1, 0, 1, 64), (1.1, 1, 64, 1, 128), (1.3, 2, 128, 2, 128), (1.4, 2, 128, 2, 192))
+    # One exchange behind: what it takes over from the one ahead is no update of the new era.
+    behind = traced((1.0, 1, 0, 1, 64), (1.3, 2, 128, 2, 128), (1.5, 2, 128, 2, 192))
+    found = next_update_s([ahead, behind], at_s=1.05)
+    assert found is not None and math.isclose(found, 0.35)
+    assert next_update_s([behind], at_s=2.0) is None
+
+
+def test_a_restart_from_a_checkpoint_counts_from_its_first_step() -> None:
+    before = traced((1.0, 1, 500, 1, 501))
+    after = traced((8.0, 2, 480, 2, 481))
+    assert next_update_s([before, after], at_s=1.5) is None
+    found = next_update_s([before, after], at_s=1.5, resumes_lower=True)
+    assert found is not None and math.isclose(found, 6.5)
+
+
+def steady(stall_at: int, stall_s: float) -> Trace:
+    """An update every 0.1 s from 0 to 5 s, all later by ``stall_s`` from one of them on."""
+    times = [0.1 * number + (stall_s if number >= stall_at else 0.0) for number in range(1, 50)]
+    return traced(*((at, 1, 64 * number, 1, 64 * (number + 1)) for number, at in enumerate(times)))
+
+
+def test_the_longest_gap_is_told_in_seconds_and_in_usual_gaps() -> None:
+    stalled, other = steady(stall_at=35, stall_s=0.2), steady(stall_at=99, stall_s=0.0)
+    assert len(gaps(other, 3.0, 4.0)) in (10, 11, 12)
+    gap_s, in_usual = longest_gap([other, stalled], 3.0, 4.0, usual_before_s=3.0)
+    assert math.isclose(gap_s, 0.3) and math.isclose(in_usual, 3.0, rel_tol=1e-6)
+
+
+def test_lost_time_is_what_goes_beyond_the_usual() -> None:
+    stalled = steady(stall_at=35, stall_s=0.2)
+    assert math.isclose(lost_s(stalled, 3.0, 4.5, usual_before_s=3.0), 0.2, rel_tol=1e-6)
+    idle = {64 * number: 0.01 for number in range(100)} | {64 * 35: 0.15}
+    assert math.isclose(idle_s(stalled, idle, 3.0, 4.5, usual_before_s=3.0), 0.14, rel_tol=1e-6)
+
+
+def recovered(ours: list[float], theirs: list[float], failure: str | None = None) -> Results:
+    trials = [Trial("pliant", "small", "kill", n, {"next_update_s": value}) for n, value in enumerate(ours)]
+    trials += [Trial("torchft_tight", "small", "kill", n, {"next_update_s": value}) for n, value in enumerate(theirs)]
+    if failure:
+        trials.append(Trial("torchft_tight", "small", "kill", 0, failure=failure))
+    return Results("recovery", True, MACHINE, trials=tuple(trials))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "met"),
+    [
+        ([0.1, 0.1, 0.4], [0.6, 0.6], [True, True, True]),
+        ([0.1, 0.1, 0.6], [0.6, 0.6], [True, False, True]),
+        ([0.3, 0.3, 0.3], [0.6, 0.6], [False, True, False]),
+    ],
+)
+def test_recovery_is_judged_by_median_worst_and_rival(ours: list[float], theirs: list[float], met: list[bool]) -> None:
+    asked = selection(["kill", "pliant", "torchft", "small"]).asked - {"audit"}
+    verdicts = judge(recovered(ours, theirs), read_targets().target, asked)
+    assert [verdict.met for verdict in verdicts] == met
+
+
+def test_a_rival_that_hangs_is_shown_with_its_reason() -> None:
+    results = recovered([0.1], [], failure="the next step after a kill: not within 30 s")
+    verdicts = judge(results, read_targets().target, frozenset({"pliant", "torchft_tight", "small", "kill"}))
+    assert [verdict.met for verdict in verdicts] == [True, True, False]
+    assert "not within 30 s" in verdicts[2].detail
+    assert "failed: the next step after a kill" in markdown(sheets(results)[0])
+
+
+def test_the_slow_link_is_measured_only_when_asked_for() -> None:
+    assert "link" not in selection([]).acts
+    assert selection(["link"]).acts == {"link"}
+    assert "torchft_tight" in selection(["kill"]).asked and "torchft_tight" not in selection(["pliant"]).asked
+    with pytest.raises(ValueError, match="unknown in --only: b"):
+        selection(["b"])

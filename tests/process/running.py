@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import select
@@ -11,10 +12,18 @@ import textwrap
 import threading
 from pathlib import Path
 
+import pliant
 from pliant.core import journal
 
-LIMIT_S = 60.0
+LIMIT_S = 100.0
 """Far above what any of these takes; only a hang reaches it."""
+
+
+def plain_environment() -> dict[str, str]:
+    """The environment for a process that is no worker, and that finds the very package that is tested here."""
+    found = {name: value for name, value in os.environ.items() if not name.startswith("PLIANT_")}
+    source = str(Path(pliant.__file__).resolve().parents[1])
+    return {**found, "PYTHONPATH": os.pathsep.join(filter(None, [source, found.get("PYTHONPATH", "")]))}
 
 
 class Running:
@@ -22,14 +31,13 @@ class Running:
 
     def __init__(self, command: list[str], directory: Path, environment: dict[str, str]) -> None:
         self.directory = directory
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PLIANT_")}
         self.process = subprocess.Popen(
             command,
             cwd=directory,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**inherited, **environment},
+            env={**plain_environment(), **environment},
         )
         self.lines: list[str] = []
         self._queue: queue.Queue[str | None] = queue.Queue()
@@ -44,16 +52,22 @@ class Running:
 
     def until(self, text: str, times: int = 1) -> str:
         """The first line that has ``text``, or the last of ``times`` of them."""
-        while (line := self._queue.get(timeout=LIMIT_S)) is not None:
-            self.lines.append(line)
-            times -= text in line
-            if times == 0:
-                return line
+        with contextlib.suppress(queue.Empty):
+            while (line := self._queue.get(timeout=LIMIT_S)) is not None:
+                self.lines.append(line)
+                times -= text in line
+                if times == 0:
+                    return line
         raise AssertionError(f"{text!r} was never printed:\n" + "\n".join(self.lines))
 
     def wait(self) -> int:
         """The exit status; the whole output is in ``lines`` afterwards."""
-        status = self.process.wait(LIMIT_S)
+        try:
+            status = self.process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            while not self._queue.empty():
+                self.lines.append(str(self._queue.get()))
+            raise AssertionError("it does not end:\n" + self.output) from None
         while (line := self._queue.get(timeout=LIMIT_S)) is not None:
             self.lines.append(line)
         return status

@@ -14,7 +14,7 @@ from pliant.core.journal import EndRecord, RoundRecord
 pytestmark = pytest.mark.slow
 
 PRELUDE = """
-import os, sys, warnings
+import os, signal, sys, time, warnings
 warnings.simplefilter("error")
 import torch
 from torch import nn
@@ -34,13 +34,16 @@ def loop(run, samples=400, factor=1.0, before=int):
         run.backward(model(x).square().mean() * factor)
         run.step()
 
-def forever(run):
+def forever(run, samples=400):
     print("pid", os.getpid())
+    trains = False
     for epoch in run.epochs(1_000_000):
-        for (x,) in run.batches(dataset(), size=4, num_workers=LOADERS):
+        for (x,) in run.batches(dataset(samples), size=4, num_workers=LOADERS):
             run.backward(model(x).square().mean())
-            if run.step() and run.round == 5:
-                print("trains")
+            if run.step() and run.round >= 5 and not trains:
+                print(run.worker, "trains")
+                trains = True
+            time.sleep(0.01)
 
 LOADERS = 0
 """
@@ -124,43 +127,129 @@ def test_losses_that_are_not_finite_are_counted_and_shown(launch: Launcher) -> N
 
 
 def test_an_exception_on_one_worker(launch: Launcher) -> None:
+    """The others go on, and it is started again."""
     run = launch(
         """
         with pliant.join(model, optimizer, batch=16) as run:
-            for (x,) in run.batches(dataset(), size=4):
-                run.backward(model(x).square().mean())
-                if run.step() and run.round >= 3 and me == "w2":
-                    raise KeyError("mine")
+            for epoch in run.epochs(1_000_000):
+                for (x,) in run.batches(dataset(), size=4):
+                    run.backward(model(x).square().mean())
+                    if run.step() and run.round >= 3 and run.worker == "w2":
+                        raise KeyError("mine")
+                    time.sleep(0.01)
+                back = run.evaluate(lambda batch: (float("w2.2" in run.roster), 1), dataset(1), size=1)
+                if back:
+                    break
         """,
         workers=3,
     )
-    assert run.wait() == 1, run.output
+    assert run.wait() == 0, run.output
     assert run.output.count("Traceback") == 1
     assert "[w2] KeyError: 'mine'" in run.lines
-    assert "pliant: w2 failed: KeyError: 'mine'" in run.lines
+    assert "pliant: w2 failed (KeyError: 'mine'): w0, w1 go on" in run.lines
+    assert "pliant: w2.2 joined" in run.lines
     assert "site-packages/pliant" not in run.output and "src/pliant" not in run.output
+    audit = launch.command("audit", "job")
+    assert audit.wait() == 0, audit.output
 
 
 def test_an_exception_on_all_workers(launch: Launcher) -> None:
-    run = launch("with pliant.join(model, optimizer, batch=16) as run:\n    loop(run); raise KeyError('mine')\n")
+    """Twice in a row on every slot: starting them again does not help."""
+    run = launch("with pliant.join(model, optimizer, batch=16) as run:\n    raise KeyError('mine')\n")
     assert run.wait() == 1, run.output
     assert run.output.count("Traceback") == 1
     assert sum("] KeyError: 'mine'" in line for line in run.lines) == 1
-    assert sum("failed: KeyError: 'mine'" in line for line in run.lines) == 1
+    assert sum("failed twice in a row, and so did all others: KeyError: 'mine'" in line for line in run.lines) == 1
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_in_the_middle_of_training(launch: Launcher, number: int, status: int) -> None:
-    run = launch("with pliant.join(model, optimizer, batch=16) as run: forever(run)")
+def test_an_exception_on_all_workers_after_training(launch: Launcher) -> None:
+    """With the last one that fails the state is gone: there is nothing to go on with."""
+    run = launch("with pliant.join(model, optimizer, batch=16) as run:\n    loop(run); raise KeyError('mine')\n")
+    assert run.wait() == 1, run.output
+    assert run.output.count("Traceback") == 1
+    (last,) = [line for line in run.lines if "nobody is left who holds the model's state" in line]
+    assert last.startswith("pliant: w") and "failed (KeyError: 'mine')" in last, run.output
+
+
+def test_all_workers_are_lost(launch: Launcher) -> None:
+    run = launch(
+        """
+        with pliant.join(model, optimizer, batch=16) as run:
+            loop(run, 4000, before=lambda: run.round < 5 or os.kill(os.getpid(), signal.SIGKILL))
+        """
+    )
+    assert run.wait() == 137, run.output
+    assert "Traceback" not in run.output
+    (last,) = [line for line in run.lines if "nobody is left who holds the model's state, so the run ends" in line]
+    assert last.startswith("pliant: w") and " was lost (" in last, run.output
+
+
+def test_ctrl_c_after_a_worker_was_killed(launch: Launcher) -> None:
+    """Its loader processes would hide its death, did they keep its sockets."""
+    run = launch("LOADERS = 2\nwith pliant.join(model, optimizer, batch=16) as run: forever(run)\n")
     run.until("trains", times=2)
-    if number == signal.SIGTERM:
-        a_stranger_is_refused(launch, run)
+    os.kill(next(int(line.split()[-1]) for line in run.lines if line.startswith("[w1] pid")), signal.SIGKILL)
+    lost = run.until("pliant: w1 was lost (")
+    assert lost.endswith("): w0 goes on"), lost
+    run.until("w1.2 trains")
+    ends_by(run, signal.SIGINT, 130)
+
+
+def ends_by(run: Running, number: int, status: int) -> None:
     run.process.send_signal(number)
     assert run.wait() == status, run.output
     assert "Traceback" not in run.output
     for line in run.lines:
         if "] pid" in line:
             gone(int(line.split()[-1]))
+
+
+JOINERS = {
+    "model": "models differ: 'weight' is (3, 6) on the run but (4, 6) on ",
+    "length": "dataset lengths differ: 400 samples on the run but 401 on ",
+    "settings": "settings differ: batch is 16 on the run but 32 on ",
+    "usage": "batch is 0: give a positive whole number of samples",
+}
+
+
+def test_who_does_not_fit_is_turned_away_and_the_run_goes_on(launch: Launcher) -> None:
+    """Joiners with another model, dataset or settings, or with the wrong token; a second job on the same port."""
+    run = launch(
+        """
+        wrong = sys.argv[1] if len(sys.argv) > 1 else ""
+        model = nn.Linear(6, 4 if wrong == "model" else 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pliant.join(model, optimizer, batch={"settings": 32, "usage": 0}.get(wrong, 16)) as run:
+            forever(run, 401 if wrong == "length" else 400)
+        """,
+        workers=1,
+    )
+    run.until("w0 trains")
+    address = (run.directory / "job" / "address").read_text().strip()
+    second = launch.command("run", "--port", address.rpartition(":")[2], "--dir", "second", "train.py")
+    assert second.wait() == 1 and len(second.lines) == 1 and " is in use; " in second.output, second.output
+    join = ("run", "--join", address, "-n", "1")
+    guests = {
+        wrong: launch.command(*join, "--token-file", "job/token", "--dir", wrong, "train.py", wrong)
+        for wrong in JOINERS
+    }
+    for wrong, said in JOINERS.items():
+        guest = guests[wrong]
+        assert guest.wait() == 1, guest.output
+        assert "Traceback" not in guest.output
+        assert any(line.startswith("pliant: ") and said in line for line in guest.lines), guest.output
+    # They come in any order.
+    for said in JOINERS.values():
+        line = next((line for line in run.lines if said in line), None) or run.until(said)
+        assert line.startswith("pliant: ") and "the run goes on" in line, line
+    a_stranger_is_refused(launch, run)
+    before = len([record for record in records(run) if isinstance(record, RoundRecord)])
+    fits = launch.command(*join, "--token-file", "job/token", "--dir", "fits", "train.py")
+    fits.until("trains")
+    assert before < len([record for record in records(run) if isinstance(record, RoundRecord)])
+    ends_by(run, signal.SIGTERM, 143)
+    assert fits.wait() == 143, fits.output
+    assert "w0 was lost" not in run.output
 
 
 def a_stranger_is_refused(launch: Launcher, run: Running) -> None:
@@ -174,16 +263,6 @@ def a_stranger_is_refused(launch: Launcher, run: Running) -> None:
         "directory, or let `pliant run` start the workers"
     ]
     assert run.process.poll() is None
-
-
-def test_a_worker_killed_in_the_middle_of_training(launch: Launcher) -> None:
-    """Its loader processes would hide its death, did they keep its sockets."""
-    run = launch("LOADERS = 2\nwith pliant.join(model, optimizer, batch=16) as run: forever(run)\n", workers=3)
-    run.until("trains", times=3)
-    os.kill(next(int(line.split()[-1]) for line in run.lines if line.startswith("[w1] pid")), signal.SIGKILL)
-    assert run.wait() == 137, run.output
-    assert sum("pliant: w1 was lost (killed by signal 9): " in line for line in run.lines) == 1
-    assert "Traceback" not in run.output
 
 
 def test_before_any_worker_starts(launch: Launcher) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from running import plain_environment
 
 pytestmark = pytest.mark.slow
 
@@ -18,9 +18,13 @@ PLIANT = ("-c", "from pliant.ui.cli import main; main()")
 
 
 def ran(directory: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PLIANT_")}
     done = subprocess.run(
-        [sys.executable, *command], cwd=directory, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+        [sys.executable, *command],
+        cwd=directory,
+        env=plain_environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done

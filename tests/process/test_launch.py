@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from running import LIMIT_S, Launcher, gone, records
+from running import LIMIT_S, Launcher, gone, processes_in, records
 
 from pliant.core import journal
 from pliant.launch import local
@@ -21,32 +21,71 @@ from pliant.launch import local
 pytestmark = pytest.mark.slow
 
 PRELUDE = """
-import os, signal, subprocess, sys, threading
+import os, signal, subprocess, sys, threading, time
 from importlib.metadata import version
-from pliant.control.client import Link
+from pliant.control.client import Link, Position
 from pliant.control.messages import Signature
+from pliant.core import journal
 from pliant.runtime.environment import QUIET_EXIT, current_job
-from pliant.errors import PliantError, RunEnded
+from pliant.errors import PliantError, RunEnded, Stopped
 job = current_job()
 
+def connected():
+    return Link.connect(job.address, job.token, job.worker, version("pliant"))
+
 def joined(shape=(10, 64), **settings):
-    link = Link.connect(job.address, job.token, job.worker, version("pliant"))
-    link.ready(Signature("1", [("fc.weight", list(shape), "float32")], settings))
+    link = connected()
+    link.ready(Signature("1", [("fc.weight", list(shape), "float32")], settings), link.local_address + ":1", None)
     return link
 
+def quietly(error, link):
+    link.close()
+    sys.exit(0 if getattr(error, "completed", False) else QUIET_EXIT)
+
+def enter(link, era):
+    link.position = Position(era=era.era, exchange=getattr(era, "exchange", 0), active=True, waiting=True)
+    link.entered(era.era, link.position.exchange)
+    if link.worker == era.roster[0]:
+        # A coordinator that takes another's place finds the era in the journal.
+        link.keep([journal.encode(journal.EraRecord(era.era, era.roster))], link.mailbox.written)
+        link.send_lines_again()
+    return era
+
 def trained(link):
+    box = link.mailbox
     try:
-        return link.era(30)
-    except RunEnded:
-        link.fail("stopped", shown=True)
-        sys.exit(QUIET_EXIT)
+        return enter(link, box.wait_for(lambda: box.start or box.plan, 30))
+    except RunEnded as error:
+        quietly(error, link)
 
 def wait_for_the_end(link):
+    # A member without a training loop: it stops and enters when told to, and leaves when asked.
+    box = link.mailbox
+    stopped = [0]
+    def news():
+        if box.leave is not None:
+            return "leave"
+        for era in (box.start, box.plan):
+            if era is not None and era.era > max(link.position.era, box.broken_era):
+                return era
+        return "stop" if box.broken_era > stopped[0] else None
     try:
-        link.get(1, "never", 60)
-    except RunEnded:
-        link.fail("stopped", shown=True)
-        sys.exit(QUIET_EXIT)
+        while True:
+            what = box.wait_for(news, 60)
+            if what is None:
+                sys.exit("nothing happened")
+            if what == "leave":
+                link.finish(left=True)
+                print("left")
+                sys.exit(0)
+            if what == "stop":
+                stopped[0] = box.broken_era
+                link.stopped(stopped[0], 0, active=True)
+            else:
+                enter(link, what)
+                print("entered", what.era, what.roster)
+    except RunEnded as error:
+        quietly(error, link)
 """
 
 
@@ -54,11 +93,11 @@ def test_a_run_ends_well(launch: Launcher) -> None:
     run = launch(
         """
         link = joined()
-        era = link.era(30)
+        era = trained(link)
         link.put(era.attempt, job.worker, job.worker.encode() * 3)
-        print(job.worker, era.roster, [link.get(era.attempt, name, 30).decode() for name in era.roster])
+        print(link.worker, era.roster, [link.get(era.attempt, name, 30).decode() for name in era.roster])
         print("args", sys.argv[1:], job.pace, job.size, file=sys.stderr)
-        link.finish()
+        link.finish(left=False)
         """,
         "--lr", "0.1", "-n", "7",
         workers=3,
@@ -68,38 +107,16 @@ def test_a_run_ends_well(launch: Launcher) -> None:
     for worker in ("w0", "w1", "w2"):
         assert f"[{worker}] {worker} ['w0', 'w1', 'w2'] ['w0w0w0', 'w1w1w1', 'w2w2w2']" in run.lines
     assert "[w1] args ['--lr', '0.1', '-n', '7'] 0.5 8" in run.lines
-    kinds = [type(record).__name__ for record in records(run)]
-    assert kinds == ["RunRecord", "EraRecord", "EndRecord"]
+    first, *_, last = records(run)
+    assert isinstance(first, journal.RunRecord)
+    assert isinstance(last, journal.EndRecord) and last.completed
     assert (run.directory / "job" / "token").stat().st_mode & 0o777 == 0o600
     assert "w2 ['w0'" in (run.directory / "job" / "logs" / "w2.log").read_text()
 
 
-def test_records_are_journaled_in_order(launch: Launcher) -> None:
-    run = launch(
-        """
-        from pliant.core import journal
-        link = joined()
-        era = link.era(30)
-        link.plan(2, None)
-        if job.worker == "w0":
-            ticket = journal.TicketLine([(0, 4)], 1, 4, 4.0, 0.1, 0.0, 0.0, 0.0, 2.0, 0.0, 1.0, 0)
-            link.journal(journal.encode(journal.PhaseRecord(1, "train", 0, 16, 16, [4, 4], [1, 1], 0)))
-            for number in (1, 2):
-                record = journal.RoundRecord(1, number, 1, 8, 8.0, 1.0, 0.1, 0.5, True, 8 * number, [ticket, ticket])
-                link.journal(journal.encode(record))
-            link.journal(journal.encode(journal.PhaseEndRecord(1, [])))
-        link.finish()
-        """
-    )
-    assert run.wait() == 0, run.output
-    numbers = [record.round for record in records(run) if isinstance(record, journal.RoundRecord)]
-    assert numbers == [1, 2]
-    assert "epoch 1/2" in run.output and "16 samples in 2 rounds" in run.output
-
-
 def test_a_run_can_be_started_from_any_thread(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(PRELUDE + "link = joined(); link.era(30); link.finish(); print('done')")
+    script.write_text(PRELUDE + "link = joined(); trained(link); link.finish(left=False); print('done')")
     outcomes: list[local.Outcome] = []
     spec = local.JobSpec(script=str(script), workers=2, directory=tmp_path / "job")
     thread = threading.Thread(target=lambda: outcomes.append(local.run(spec)))
@@ -111,14 +128,26 @@ def test_a_run_can_be_started_from_any_thread(tmp_path: Path) -> None:
     assert (tmp_path / "job" / "logs" / "w1.log").read_text() == "done\n"
 
 
-def test_a_script_that_ends_in_the_middle_is_named(launch: Launcher) -> None:
-    run = launch("link = joined(); trained(link); job.worker == 'w1' and sys.exit(0); wait_for_the_end(link)")
-    assert run.wait() == 1
-    assert "pliant: w1 ended in the middle of the run (exit status 0); " in run.output
+def test_a_script_that_ends_in_the_middle_is_named_and_started_again(launch: Launcher) -> None:
+    run = launch(
+        """
+        link = joined()
+        trained(link)
+        if link.worker == "w1":
+            os._exit(0)
+        if link.worker == "w1.2":
+            print("again")
+        wait_for_the_end(link)
+        """
+    )
+    run.until("pliant: w1 ended in the middle of the run (exit status 0): w0 goes on")
+    run.until("[w1] again")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 143
 
 
 def test_the_scripts_exit_status_is_returned(launch: Launcher) -> None:
-    run = launch("link = joined(); link.era(30); link.finish(); sys.exit(3 if job.worker == 'w1' else 0)")
+    run = launch("link = joined(); trained(link); link.finish(left=False); sys.exit(3 if job.worker == 'w1' else 0)")
     assert run.wait() == 3, run.output
 
 
@@ -135,22 +164,42 @@ def test_a_traceback_is_shown_once(launch: Launcher) -> None:
     assert run.output.count("Traceback") == 1
 
 
-def test_a_traceback_of_one_worker_ends_the_others_quietly(launch: Launcher) -> None:
+def test_a_worker_that_fails_is_started_again(launch: Launcher) -> None:
     run = launch(
         """
         link = joined()
         trained(link)
-        if job.worker == "w1":
+        if link.worker == "w1":
             link.fail("ValueError: wrong", shown=True)
             raise ValueError("wrong")
+        if link.worker == "w1.2":
+            print("again")
         wait_for_the_end(link)
         """,
         workers=3,
     )
-    assert run.wait() == 1
+    run.until("pliant: w1 failed (ValueError: wrong): w0, w2 go on")
+    run.until("[w1] again")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
     assert run.output.count("Traceback") == 1
     assert "[w1] ValueError: wrong" in run.lines
-    assert "pliant: w1 failed: ValueError: wrong" in run.lines
+    log = (run.directory / "job" / "logs" / "w1.log").read_text()
+    assert "ValueError: wrong" in log and "again" in log
+
+
+def test_what_all_workers_fail_of_ends_the_run(launch: Launcher) -> None:
+    run = launch(
+        """
+        link = joined()
+        trained(link)
+        link.fail("ValueError: wrong", shown=True)
+        raise ValueError("wrong")
+        """
+    )
+    assert run.wait() == 1
+    assert run.output.count("Traceback") == 1
+    assert "failed twice in a row, and so did all others: ValueError: wrong" in run.output
 
 
 def test_models_that_differ_end_the_run(launch: Launcher) -> None:
@@ -160,21 +209,15 @@ def test_models_that_differ_end_the_run(launch: Launcher) -> None:
     assert f"pliant: {expected}" in run.lines
 
 
-def test_a_killed_worker_is_named(launch: Launcher) -> None:
-    run = launch(
-        """
-        link = joined()
-        trained(link)
-        print("pid", os.getpid())
-        wait_for_the_end(link)
-        """,
-        workers=3,
-    )
+def test_a_killed_worker_is_named_and_replaced(launch: Launcher) -> None:
+    run = launch("link = joined(); trained(link); print('pid', os.getpid()); wait_for_the_end(link)", workers=3)
     run.until("pid", times=3)
     pid = next(int(line.split()[-1]) for line in run.lines if line.startswith("[w2] pid"))
     os.kill(pid, signal.SIGKILL)
-    assert run.wait() == 137
-    assert "pliant: w2 was lost (killed by signal 9): " in run.output
+    run.until("pliant: w2 was lost (killed by signal 9): w0, w1 go on")
+    run.until("['w0', 'w1', 'w2.2']")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 143
     last = records(run)[-1]
     assert isinstance(last, journal.EndRecord) and not last.completed
 
@@ -184,7 +227,7 @@ def test_a_killed_worker_is_noticed_though_its_forked_child_lives(launch: Launch
         """
         link = joined()
         trained(link)
-        if job.worker == "w1":
+        if link.worker == "w1":
             child = os.fork()
             if child == 0:
                 signal.pause()
@@ -195,8 +238,10 @@ def test_a_killed_worker_is_noticed_though_its_forked_child_lives(launch: Launch
     )
     parent, child = (int(word) for word in run.until("pids").split()[-2:])
     os.kill(parent, signal.SIGKILL)
-    assert run.wait() == 137
     gone(child)
+    run.until("pliant: w1 was lost (killed by signal 9): w0 goes on")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 143
 
 
 def test_a_stopped_worker_is_noticed(launch: Launcher) -> None:
@@ -204,13 +249,15 @@ def test_a_stopped_worker_is_noticed(launch: Launcher) -> None:
         """
         link = joined(dead_after="0.5")
         trained(link)
-        if job.worker == "w1":
+        if link.worker == "w1":
             os.kill(os.getpid(), signal.SIGSTOP)
         wait_for_the_end(link)
         """
     )
-    assert run.wait() == 1
-    assert "pliant: w1 was lost (no sign of life for 0.5 s): " in run.output
+    run.until("pliant: w1 was lost (no sign of life for 0.5 s): w0 goes on")
+    run.until("['w0', 'w1.2']")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 143
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -222,7 +269,7 @@ def test_signals_are_forwarded(launch: Launcher, number: int, status: int) -> No
             sys.exit(0)
         signal.signal(signal.SIGTERM, leave)
         link = joined()
-        link.era(30)
+        trained(link)
         print("training")
         signal.pause()
         """
@@ -237,11 +284,11 @@ def test_children_of_workers_end_with_them(launch: Launcher) -> None:
     run = launch(
         """
         link = joined()
-        link.era(30)
+        trained(link)
         forever = subprocess.Popen(["sleep", "1000"])
         print("child", forever.pid)
         forever.returncode = 0  # no warning about a child left running: that is the point
-        link.finish()
+        link.finish(left=False)
         """
     )
     assert run.wait() == 0, run.output
@@ -250,17 +297,18 @@ def test_children_of_workers_end_with_them(launch: Launcher) -> None:
             gone(int(line.split()[-1]))
 
 
-def test_no_worker_outlives_a_killed_launcher(launch: Launcher) -> None:
+def test_nobody_outlives_a_killed_launcher(launch: Launcher) -> None:
     run = launch("print('pid', os.getpid()); signal.pause()")
     run.until("pid", times=2)
-    pids = [int(line.split()[-1]) for line in run.lines if "pid" in line]
+    pids = [pid for pid in processes_in(launch.directory) if pid != run.process.pid]
+    assert len(pids) == 3, "two workers and the coordinator"
     run.process.kill()
     for pid in pids:
         gone(pid)
 
 
 def test_status_and_metrics_need_the_token(launch: Launcher) -> None:
-    run = launch("link = joined(); link.era(30); print('training'); signal.pause()")
+    run = launch("link = joined(); trained(link); print('training'); signal.pause()")
     run.until("training", times=2)
     address = (run.directory / "job" / "address").read_text().strip()
     token = (run.directory / "job" / "token").read_text().strip()
@@ -321,16 +369,16 @@ def test_a_second_connection_of_a_worker_is_refused(launch: Launcher) -> None:
         """
         link = joined()
         try:
-            Link.connect(job.address, job.token, job.worker, version("pliant"))
+            connected()
         except PliantError as error:
             print(f"{type(error).__name__}: {error}")
-        link.era(30)
-        link.finish()
+        trained(link)
+        link.finish(left=False)
         """,
         workers=1,
     )
     assert run.wait() == 0, run.output
-    assert "Refused: there is already a worker named w0" in run.output
+    assert "Refused: there is already a worker in slot w0" in run.output
 
 
 def test_nobody_listens(launch: Launcher) -> None:
@@ -348,9 +396,21 @@ def test_nobody_listens(launch: Launcher) -> None:
 
 
 def test_a_frame_that_is_no_message_closes_the_connection(launch: Launcher) -> None:
-    run = launch("link = joined(); link.era(30); link._connection.send(b'nonsense'); wait_for_the_end(link)")
-    assert run.wait() != 0
-    assert "was lost" in run.output
+    run = launch(
+        """
+        link = joined()
+        trained(link)
+        first = link.connection
+        first.send(b"nonsense")
+        while link.connection is first:
+            time.sleep(0.01)
+        print("connected again as", link.worker)
+        link.finish(left=False)
+        """,
+        workers=1,
+    )
+    assert run.wait() == 0, run.output
+    assert "[w0] connected again as w0" in run.lines
 
 
 def test_port_in_use(launch: Launcher) -> None:
@@ -382,6 +442,7 @@ def test_bad_input_costs_one_line(launch: Launcher, words: tuple[str, ...], stat
     assert len(run.lines) == 1 and said in run.output
 
 
-def test_the_command_does_not_import_torch() -> None:
-    code = "import sys, pliant.ui.cli; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize("module", ["ui.cli", "launch.agent", "launch.coordinating"])
+def test_neither_launcher_nor_coordinator_imports_torch(module: str) -> None:
+    code = f"import sys, pliant.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pliant.core import journal
 from pliant.errors import UsageError
-from pliant.launch.output import LineSplitter, SeenTracebacks, TracebackFilter
+from pliant.launch.output import LastError, LineSplitter, SeenTracebacks, TracebackFilter
 from pliant.runtime.environment import Job, environment_of, job_from
 from pliant.runtime.status import Tally
 from pliant.ui import progress
@@ -87,6 +87,28 @@ def test_a_traceback_that_ends_nothing_is_shown_after_a_pause() -> None:
     assert held.quiet(0.1) == []
     assert held.quiet(2.0) == TRACEBACK[:1]
     assert held.feed("after", 1.0) == ["after"]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("a warning\nanother", ""),
+        ("\n".join(TRACEBACK), "ValueError: wrong"),
+        ("\n".join([*TRACEBACK, "and on it goes"]), "ValueError: wrong"),
+        ("\n".join(f"[rank0]: {line}" for line in TRACEBACK), "ValueError: wrong"),
+        (
+            "\n".join([*TRACEBACK, "", "During handling …:", "", *TRACEBACK[:2], "    ^^^^", "my.Error: also"]),
+            "my.Error: also",
+        ),
+        ("\n".join(TRACEBACK[:2]), ""),
+        ("\n".join([*TRACEBACK, *TRACEBACK[:2]]), "ValueError: wrong"),
+    ],
+)
+def test_the_last_exception_in_one_line(text: str, error: str) -> None:
+    last = LastError()
+    for line in text.split("\n"):
+        last.feed(line)
+    assert last.text == error
 
 
 def round_record(number: int, samples: list[int], applied: bool = True) -> journal.RoundRecord:

@@ -243,3 +243,18 @@ def test_sizes_spares_breaks_and_a_number_of_samples(launch: Launcher) -> None:
     assert "1 spare" in run.output
     rounds = [record for record in records(run) if isinstance(record, RoundRecord)]
     assert all(sum(ticket.samples > 0 for ticket in record.tickets) <= 3 for record in rounds)
+
+
+def test_evaluate_after_the_last_update_of_a_synchronous_loop(launch: Launcher) -> None:
+    """``step`` returns True for the last round of a loop too, and an evaluate in the loop's body is legal there."""
+    script = """
+with pliant.join(model, optimizer, batch=8, delay=0) as run:
+    for x, y, index in run.batches(Indices(16), 8):
+        run.backward(F.cross_entropy(forward(x), y))
+        if run.step():
+            say("evaluated", run.round, run.evaluate(lambda batch: (len(batch[2]), len(batch[2])), Indices(5), 2))
+"""
+    (launch.directory / "train.py").write_text(PRELUDE + script)
+    run = launch.python("train.py")
+    assert run.wait() == 0, run.output
+    assert run.lines == ["evaluated 1 1.0", "evaluated 2 1.0"]

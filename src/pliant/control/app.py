@@ -1,8 +1,8 @@
 """The coordinator's one port.
 
-Question  How do workers' messages, people's questions and metrics reach the coordinator's loop?
-Holds     Nothing is answered without the job token. A frame that is not one of the worker's messages closes
-          its connection. No decision is made here: messages are handed to a ``Desk`` as they come.
+Question  How do workers' and launchers' messages, people's wishes and metrics reach the coordinator's loop?
+Holds     Nothing is answered without the job token. A frame that is no message closes its connection. No decision is
+          made here: messages are handed to a ``Desk`` as they come.
 Source    ours; docs/protocol.md.
 """
 
@@ -12,8 +12,8 @@ import asyncio
 import contextlib
 import hmac
 import itertools
-from collections.abc import Generator, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
+from typing import Protocol, TypeVar
 
 import msgspec
 import uvicorn
@@ -27,28 +27,55 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from pliant.control.messages import FromCoordinator, FromWorker, decode_from_worker, encode
+from pliant.control.messages import (
+    FromAgent,
+    FromCoordinator,
+    FromWorker,
+    ToAgent,
+    decode_from_agent,
+    decode_from_worker,
+    encode,
+)
 
 _COUNTERS = {
     "samples": "samples of all applied training rounds",
     "rounds": "rounds that changed the weights or were skipped",
+    "eras": "eras that took effect",
+    "restarts": "processes that were started again",
 }
 _GAUGES = {
     "workers": "workers of the current era",
+    "era": "number of the current era",
+    "term": "number of this coordinator",
     "batch": "samples of the last training round",
     "rate": "learning rate of the last training round",
     "loss": "mean loss of the last training round",
 }
 
+Message = TypeVar("Message")
+Answer = Callable[[Request], Awaitable[Response]]
+
+
+class Scaling(msgspec.Struct, frozen=True):
+    """The body of ``POST /scale``."""
+
+    workers: int
+
+
+class Draining(msgspec.Struct, frozen=True):
+    """The body of ``POST /drain``."""
+
+    worker: str
+
 
 class Peer:
-    """One connection of a worker. ``send`` and ``close`` return at once; a task does the writing in order."""
+    """One connection. ``send`` and ``close`` return at once; a task does the writing in order."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue()
 
-    def send(self, message: FromCoordinator) -> None:
+    def send(self, message: FromCoordinator | ToAgent) -> None:
         """Queue one message."""
         self._outbox.put_nowait(encode(message))
 
@@ -70,8 +97,24 @@ class Desk(Protocol):
     def connected(self, peer: Peer) -> None: ...
     def received(self, peer: Peer, message: FromWorker) -> None: ...
     def closed(self, peer: Peer) -> None: ...
+    def agent_connected(self, peer: Peer) -> None: ...
+    def agent_received(self, peer: Peer, message: FromAgent) -> None: ...
+    def agent_closed(self, peer: Peer) -> None: ...
+
     def status(self) -> bytes:
         """The run's status as JSON."""
+        ...
+
+    def happenings(self) -> bytes:
+        """The run's notable events as a JSON list, newest last."""
+        ...
+
+    def scale(self, workers: int) -> tuple[int, str]:
+        """Have so many workers; an HTTP status and one line."""
+        ...
+
+    def drain(self, worker: str) -> tuple[int, str]:
+        """Let a worker go; an HTTP status and one line."""
         ...
 
     def figures(self) -> Mapping[str, float]:
@@ -86,23 +129,59 @@ def application(desk: Desk, token: str) -> Starlette:
     registry.register(_Figures(desk))
 
     async def worker(socket: WebSocket) -> None:
-        if not _is_authorized(socket, token):
-            await socket.close()
-            return
-        await socket.accept()
-        await _serve(Peer(next(numbers)), socket, desk)
+        await _serve(socket, token, Peer(next(numbers)), decode_from_worker, desk.connected, desk.received, desk.closed)
+
+    async def agent(socket: WebSocket) -> None:
+        await _serve(
+            socket,
+            token,
+            Peer(next(numbers)),
+            decode_from_agent,
+            desk.agent_connected,
+            desk.agent_received,
+            desk.agent_closed,
+        )
 
     async def status(request: Request) -> Response:
-        if not _is_authorized(request, token):
-            return _forbidden()
         return Response(desk.status(), media_type="application/json")
 
+    async def events(request: Request) -> Response:
+        return Response(desk.happenings(), media_type="application/json")
+
     async def metrics(request: Request) -> Response:
-        if not _is_authorized(request, token):
-            return _forbidden()
         return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    return Starlette(routes=[WebSocketRoute("/worker", worker), Route("/status", status), Route("/metrics", metrics)])
+    async def scale(request: Request) -> Response:
+        try:
+            wish = msgspec.json.decode(await request.body(), type=Scaling)
+        except msgspec.DecodeError:
+            return _line(422, 'give the number of workers as JSON: {"workers": 4}')
+        return _line(*desk.scale(wish.workers))
+
+    async def drain(request: Request) -> Response:
+        try:
+            wish = msgspec.json.decode(await request.body(), type=Draining)
+        except msgspec.DecodeError:
+            return _line(422, 'give the name of the worker as JSON: {"worker": "w1"}')
+        return _line(*desk.drain(wish.worker))
+
+    def guarded(answer: Answer) -> Answer:
+        async def ask(request: Request) -> Response:
+            return await answer(request) if _is_authorized(request, token) else _forbidden()
+
+        return ask
+
+    return Starlette(
+        routes=[
+            WebSocketRoute("/worker", worker),
+            WebSocketRoute("/agent", agent),
+            Route("/status", guarded(status)),
+            Route("/events", guarded(events)),
+            Route("/metrics", guarded(metrics)),
+            Route("/scale", guarded(scale), methods=["POST"]),
+            Route("/drain", guarded(drain), methods=["POST"]),
+        ]
+    )
 
 
 class Server(uvicorn.Server):
@@ -130,19 +209,36 @@ class Server(uvicorn.Server):
         yield
 
 
-async def _serve(peer: Peer, socket: WebSocket, desk: Desk) -> None:
+async def _serve(
+    socket: WebSocket,
+    token: str,
+    peer: Peer,
+    decode: Callable[[bytes], Message],
+    connected: Callable[[Peer], None],
+    received: Callable[[Peer, Message], None],
+    closed: Callable[[Peer], None],
+) -> None:
+    """One connection from its beginning to its end."""
+    if not _is_authorized(socket, token):
+        await socket.close()
+        return
+    await socket.accept()
     writing = asyncio.create_task(peer.write_to(socket))
-    desk.connected(peer)
+    connected(peer)
     try:
         while True:
-            desk.received(peer, decode_from_worker(await socket.receive_bytes()))
+            received(peer, decode(await socket.receive_bytes()))
     except (WebSocketDisconnect, msgspec.DecodeError, KeyError):
         # KeyError: a text frame, in which Starlette finds no bytes.
         pass
     finally:
-        desk.closed(peer)
+        closed(peer)
         peer.close()
         await writing
+
+
+def _line(status: int, text: str) -> Response:
+    return PlainTextResponse(text + "\n", status_code=status)
 
 
 def _is_authorized(connection: HTTPConnection, token: str) -> bool:

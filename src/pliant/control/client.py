@@ -1,8 +1,9 @@
 """A worker's end of the control channel.
 
 Question  How does a worker talk to the coordinator without ever waiting for it while it computes?
-Holds     ``check``, ``journal`` and ``beat`` never block. What is queued is sent in order. ``get`` is served
-          from a cache that the coordinator pushes into. A forked child holds no copy of the connection.
+Holds     Nothing that the main loop calls between micro-batches blocks. What is queued is sent in order. A lost
+          connection is opened again behind the scenes, under the same name, and what the coordinator must know is said
+          again; journal lines are kept until it has them on disk. A forked child holds no copy of the connection.
 Source    ours; docs/protocol.md. DESIGN, facts measured: stores, pings and forked loaders.
 """
 
@@ -15,35 +16,38 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import msgspec
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 from websockets.sync.client import ClientConnection
 from websockets.sync.client import connect as open_websocket
 
+from pliant.control.mailbox import Mailbox
 from pliant.control.messages import (
     Beat,
-    EraStart,
+    Call,
+    Entered,
     Failed,
     Finished,
-    FromCoordinator,
     FromWorker,
     Hello,
+    Leaving,
     Lines,
     Plan,
-    Push,
     Put,
     Ready,
     Refuse,
     Signature,
     Stop,
+    Stopped,
     Welcome,
     decode_from_coordinator,
     encode,
 )
-from pliant.errors import PliantError, Refused, RunEnded, Stopped
+from pliant.errors import PliantError, Refused, RunEnded
+from pliant.errors import Stopped as RunStopped
 
 CONNECT_S = 10.0
 """A coordinator answers within milliseconds; one that starts next to n importing workers within seconds."""
@@ -51,33 +55,51 @@ CONNECT_S = 10.0
 FAREWELL_S = 2.0
 """How long a worker waits at its end for the coordinator to take the last messages."""
 
+GIVE_UP_S = 60.0
+"""How long a coordinator may be away: its launcher starts it again within a second."""
+
+AGAIN_S = 0.1
+"""Between two attempts to reach it."""
+
 FRAME_BYTES = 1 << 20
 """Journal records are put into frames of about this size; the server closes on one above 16 MiB."""
 
-Answer = TypeVar("Answer")
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far the main loop is; told with every sign of life."""
+
+    era: int = 0
+    exchange: int = 0
+    round: int = 0
+    active: bool = False
+    progress: int = 0
+    waiting: bool = False
+    usual_s: float = 0.0
 
 
 class Link:
-    """One connection to the coordinator. Made by ``connect``; not for use in forked children."""
+    """One worker's line to the coordinator. Made by ``connect``; not for use in forked children."""
 
-    def __init__(self, connection: ClientConnection, address: str, worker: str, welcome: Welcome) -> None:
-        self.worker = worker
-        self.welcome = welcome
+    def __init__(self, connection: ClientConnection, address: str, token: str, slot: str, version: str) -> None:
+        self.connection = connection
+        self._address, self._token, self._slot, self._version = address, token, slot, version
         self.local_address: str = connection.socket.getsockname()[0]
-        self._address = address
-        self._connection = connection
-        self._changed = threading.Condition()
-        self._trouble: PliantError | None = None
+        self.position = Position()
+        self.mailbox = Mailbox(self._greet(connection, Hello(slot=slot, pid=os.getpid(), version=version)))
+        self._pledges: dict[str, FromWorker] = {}
+        """what a coordinator that has not heard it yet must be told"""
+        self._lines: deque[bytes] = deque()
+        self._lines_lock = threading.Lock()
+        self._first_line = 0
+        """the number of the first line that is kept"""
+        self._sent_lines = 0
+        self.sends_lines = False
+        self._outbox: deque[FromWorker] = deque()
+        self._waiting = threading.Event()
         self._leaving = False
         self._closed = False
-        self._eras: deque[EraStart] = deque()
-        self._attempt = 0
-        self._keys: dict[tuple[int, str], bytes] = {}
-        self._outbox: deque[FromWorker | bytes] = deque()
-        self._waiting = threading.Event()
-        self._round = 0
-        self._progress = 0
-        self._beat_every_s = welcome.dead_after_s / 10
+        self._beat_every_s = self.mailbox.welcome.dead_after_s / 10
         _close_in_children(self)
         self._receiver = threading.Thread(target=self._receive, name="pliant-link-in", daemon=True)
         self._sender = threading.Thread(target=self._send, name="pliant-link-out", daemon=True)
@@ -85,78 +107,114 @@ class Link:
         self._sender.start()
 
     @classmethod
-    def connect(cls, address: str, token: str, worker: str, version: str) -> Link:
-        """Say hello at ``host:port`` and wait for the welcome."""
+    def connect(cls, address: str, token: str, slot: str, version: str) -> Link:
+        """Say hello at ``host:port`` as a newcomer and wait for the welcome, which names this worker."""
         connection = _opened(address, token)
         try:
-            connection.send(encode(Hello(worker=worker, pid=os.getpid(), version=version)))
+            return cls(connection, address, token, slot, version)
+        except BaseException:
+            connection.close()
+            raise
+
+    @property
+    def worker(self) -> str:
+        """The name that the coordinator has given."""
+        return self.mailbox.worker
+
+    def _greet(self, connection: ClientConnection, hello: Hello) -> Welcome:
+        try:
+            connection.send(encode(hello))
             answer = decode_from_coordinator(connection.recv(timeout=CONNECT_S, decode=False))
         except (ConnectionClosed, TimeoutError, msgspec.DecodeError, OSError) as error:
-            connection.close()
-            raise RunEnded(f"lost the coordinator at {address} while joining: the run has ended") from error
+            raise RunEnded(f"lost the coordinator at {self._address} while joining: the run has ended") from error
         match answer:
             case Welcome():
-                return cls(connection, address, worker, answer)
+                return answer
+            case Refuse(reason=reason, again=True):
+                raise _Evicted(reason)
             case Refuse(reason=reason):
-                connection.close()
                 raise Refused(reason)
-            case Stop(reason=reason):
-                connection.close()
-                raise Stopped(reason)
+            case Stop(reason=reason, completed=completed):
+                raise RunStopped(reason, completed=completed)
             case _:
-                connection.close()
-                raise RunEnded(f"what answers at {address} is no Pliant coordinator of this version")
+                raise RunEnded(f"what answers at {self._address} is no Pliant coordinator of this version")
 
-    def ready(self, signature: Signature) -> None:
-        """Offer to take part with this model and these settings."""
+    # -- what the main loop says
+
+    def ready(self, signature: Signature, address: str, call: Call | None) -> None:
+        """Ask to become a member, with this model and these settings."""
         with contextlib.suppress(KeyError, ValueError):
             self._beat_every_s = float(signature.settings["dead_after"]) / 10
-        self._queue(Ready(signature=signature, address=self.local_address))
+        self._pledge(Ready(signature=signature, address=address, call=call))
 
     def plan(self, epochs: int | None, samples: int | None) -> None:
         """Tell how far the script means to go."""
-        self._queue(Plan(epochs=epochs, samples=samples))
+        self._pledge(Plan(epochs=epochs, samples=samples))
 
-    def era(self, timeout_s: float | None = None) -> EraStart:
-        """The next era; blocks until it is announced."""
-        return self._wait_for(lambda: self._eras.popleft() if self._eras else None, timeout_s, "the next era")
+    def leaving(self, reason: str) -> None:
+        """Ask for an era without this worker. Safe in a signal handler."""
+        self._pledge(Leaving(reason=reason))
+
+    def stopped(self, era: int, exchange: int, *, active: bool, failed: str = "") -> None:
+        """Say that nothing more of ``era`` will be settled here."""
+        self._pledge(Stopped(era=era, exchange=exchange, active=active, failed=failed))
+
+    def entered(self, era: int, exchange: int) -> None:
+        """Say that this worker is in ``era`` now."""
+        self._pledges.pop("Stopped", None)
+        ready = self._pledges.pop("Ready", None)
+        if isinstance(ready, Ready):
+            self._offer = ready
+        self._queue(Entered(era=era, exchange=exchange))
+
+    _offer: Ready | None = None
+
+    def _pledge(self, message: FromWorker) -> None:
+        self._pledges[type(message).__name__] = message
+        self._queue(message)
 
     def put(self, attempt: int, key: str, value: bytes) -> None:
         """Set a key for all members of the attempt."""
-        with self._changed:
-            self._keys[attempt, key] = value
-            self._changed.notify_all()
+        self.mailbox.set_key(attempt, key, value)
         # Not queued: forming a group is a chain of such messages, and a thread's wake-up would be in each link.
         try:
-            self._connection.send(encode(Put(attempt=attempt, key=key, value=value)))
-        except (ConnectionClosed, OSError):
-            self._lose()
-            self.check()
+            self.connection.send(encode(Put(attempt=attempt, key=key, value=value)))
+        except (ConnectionClosed, OSError) as error:
+            raise TimeoutError("the coordinator is away: no group can be formed now") from error
 
     def get(self, attempt: int, key: str, timeout_s: float) -> bytes:
         """The value of a key; blocks until a member of the attempt has put it."""
-        return self._wait_for(lambda: self._keys.get((attempt, key)), timeout_s, f"{key!r}")
+        return self.mailbox.key(attempt, key, timeout_s)
 
     def check(self) -> None:
         """Raise if the run is over for this worker."""
-        if self._trouble is not None:
-            raise type(self._trouble)(*self._trouble.args)
+        self.mailbox.check()
 
-    def journal(self, payload: bytes) -> None:
-        """Queue one journal record."""
-        self._queue(payload)
+    def keep(self, lines: Iterable[bytes], first: int) -> None:
+        """Keep journal lines, numbered from ``first``, until they are on disk; the leader's are sent."""
+        with self._lines_lock:
+            if self._first_line + len(self._lines) != first:
+                # This worker has missed some, and the others have them; what it had before, too.
+                self._lines.clear()
+            if not self._lines:
+                self._first_line = first
+                self._sent_lines = max(self._sent_lines, first)
+            self._lines.extend(lines)
+        self._waiting.set()
 
-    def beat(self, round: int, progress: int) -> None:
-        """Note how far the main loop is; the sending thread tells it in its own time."""
-        self._round, self._progress = round, progress
-
-    def finish(self) -> None:
+    def finish(self, *, left: bool) -> None:
         """Send what is queued, say that all went well, and close."""
-        self._leave(Finished())
+        self._leave(Finished(left=left))
 
-    def fail(self, reason: str, shown: bool) -> None:
+    def fail(self, reason: str, *, shown: bool, fatal: bool = False) -> None:
         """Send what is queued, say why this worker cannot go on, and close."""
-        self._leave(Failed(reason=reason, shown=shown))
+        self._leave(Failed(reason=reason, shown=shown, fatal=fatal))
+
+    def close(self) -> None:
+        """Close without a word: this name is gone."""
+        self._leaving = self._closed = True
+        self._waiting.set()
+        self.connection.close()
 
     def _leave(self, last: FromWorker) -> None:
         self._leaving = True
@@ -165,95 +223,137 @@ class Link:
         self._sender.join(FAREWELL_S)
         # The coordinator closes the connection when it has read everything.
         self._receiver.join(max(0.0, deadline_s - time.monotonic()))
-        self._connection.close()
+        self._closed = True
+        self.connection.close()
         self._receiver.join(FAREWELL_S)
 
-    def _queue(self, entry: FromWorker | bytes) -> None:
+    def _queue(self, entry: FromWorker) -> None:
         self._outbox.append(entry)
         self._waiting.set()
 
-    def _wait_for(self, ask: Callable[[], Answer | None], timeout_s: float | None, what: str) -> Answer:
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
-            while (answer := ask()) is None:
-                self.check()
-                left_s = None if deadline_s is None else deadline_s - time.monotonic()
-                if left_s is not None and left_s <= 0:
-                    raise TimeoutError(f"waited {timeout_s:g} s for {what}")
-                self._changed.wait(left_s)
-            return answer
+    # -- the threads
 
     def _receive(self) -> None:
+        while not self._closed:
+            try:
+                self.mailbox.take(decode_from_coordinator(self.connection.recv(decode=False)))
+            except (ConnectionClosed, OSError, EOFError, msgspec.DecodeError, TypeError):
+                over = self._leaving or self._closed or self.mailbox.trouble or self.mailbox.evicted
+                if over or not self._reconnected():
+                    return
+
+    def _reconnected(self) -> bool:
+        """Find the coordinator again, under the same name."""
+        deadline_s = time.monotonic() + GIVE_UP_S
+        while not self._closed and time.monotonic() < deadline_s:
+            try:
+                self._resume(_opened(self._address, self._token))
+            except _Evicted as error:
+                self.mailbox.take(Refuse(reason=str(error), again=True))
+                return False
+            except RunStopped as error:
+                self.mailbox.take(Stop(reason=str(error), completed=error.completed))
+                return False
+            except Refused as error:
+                self.mailbox.take(Refuse(reason=str(error)))
+                return False
+            except RunEnded:
+                time.sleep(AGAIN_S)
+            else:
+                return True
+        self.mailbox.lose(f"lost the coordinator at {self._address}")
+        return False
+
+    def _resume(self, connection: ClientConnection) -> None:
+        at, offer = self.position, self._pledges.get("Ready") or self._offer
+        known = isinstance(offer, Ready)
+        hello = Hello(
+            slot=self._slot,
+            pid=os.getpid(),
+            version=self._version,
+            worker=self.worker,
+            era=at.era,
+            exchange=at.exchange,
+            active=at.active,
+            signature=offer.signature if known else None,
+            address=offer.address if known else "",
+        )
         try:
-            while True:
-                self._take(decode_from_coordinator(self._connection.recv(decode=False)))
-        except (ConnectionClosed, OSError, EOFError, msgspec.DecodeError, TypeError):
-            self._lose()
-
-    def _take(self, message: FromCoordinator) -> None:
-        with self._changed:
-            match message:
-                case EraStart():
-                    self._attempt = message.attempt
-                    self._keys = {key: value for key, value in self._keys.items() if key[0] >= message.attempt}
-                    self._eras.append(message)
-                case Push(attempt=attempt, key=key, value=value):
-                    if attempt >= self._attempt:
-                        self._keys[attempt, key] = value
-                case Stop(reason=reason):
-                    self._trouble = self._trouble or Stopped(reason)
-                case Refuse(reason=reason):
-                    self._trouble = self._trouble or Refused(reason)
-                case Welcome():
-                    pass
-            self._changed.notify_all()
-
-    def _lose(self) -> None:
-        with self._changed:
-            self._closed = True
-            if not self._leaving:
-                self._trouble = self._trouble or RunEnded(f"lost the coordinator at {self._address}")
-            self._changed.notify_all()
-        self._waiting.set()
+            welcome = self._greet(connection, hello)
+        except BaseException:
+            connection.close()
+            raise
+        self.mailbox.take(welcome)
+        self.connection = connection
+        self._sent_lines = max(welcome.written, self._first_line)
+        for pledge in list(self._pledges.values()):
+            self._queue(pledge)
 
     def _send(self) -> None:
         beaten_s = time.monotonic()
-        last = False
-        while not last and not self._closed:
+        entries: list[FromWorker] = []
+        while not self._closed:
             self._waiting.wait(max(0.0, beaten_s + self._beat_every_s - time.monotonic()))
             self._waiting.clear()
-            entries = [self._outbox.popleft() for _ in range(len(self._outbox))]
+            entries += [self._outbox.popleft() for _ in range(len(self._outbox))]
             last = any(isinstance(entry, Finished | Failed) for entry in entries)
-            messages = _framed(entries)
             if not last and time.monotonic() - beaten_s >= self._beat_every_s:
                 beaten_s = time.monotonic()
-                messages.append(Beat(round=self._round, progress=self._progress))
+                entries.append(_beat(self.position))
             try:
-                for message in messages:
-                    self._connection.send(encode(message))
+                for lines in self._unsent_lines():
+                    self.connection.send(encode(lines))
+                    self._sent_lines = lines.first + len(lines.records)
+                while entries:
+                    self.connection.send(encode(entries[0]))
+                    entries.pop(0)
             except (ConnectionClosed, OSError):
-                self._lose()
+                entries = [entry for entry in entries if not isinstance(entry, Beat)]
+                time.sleep(AGAIN_S)
+                self._waiting.set()
+            if last and not entries:
                 return
 
+    def _unsent_lines(self) -> list[Lines]:
+        """Forget what is on disk; what is to be sent now, in frames of bounded size."""
+        with self._lines_lock:
+            while self._lines and self._first_line < self.mailbox.written:
+                self._lines.popleft()
+                self._first_line += 1
+            if not self.sends_lines:
+                return []
+            start = max(self._sent_lines, self._first_line)
+            waiting = list(self._lines)[start - self._first_line :]
+        frames: list[Lines] = []
+        size = 0
+        for number, line in enumerate(waiting, start=start):
+            if not frames or size + len(line) > FRAME_BYTES:
+                frames.append(Lines(first=number, records=[]))
+                size = 0
+            frames[-1].records.append(line)
+            size += len(line)
+        return frames
 
-def _framed(entries: Iterable[FromWorker | bytes]) -> list[FromWorker]:
-    """The messages to send, in order, with neighbouring journal records put together."""
-    messages: list[FromWorker] = []
-    records: list[bytes] = []
-    size = 0
-    for entry in entries:
-        if isinstance(entry, bytes) and size < FRAME_BYTES:
-            records.append(entry)
-            size += len(entry)
-            continue
-        if records:
-            messages.append(Lines(records=records))
-        records, size = ([entry], len(entry)) if isinstance(entry, bytes) else ([], 0)
-        if not isinstance(entry, bytes):
-            messages.append(entry)
-    if records:
-        messages.append(Lines(records=records))
-    return messages
+    def send_lines_again(self) -> None:
+        """Begin once more with what is not on disk: an era has started, and somebody else may have sent before."""
+        self._sent_lines = max(self.mailbox.written, self._first_line)
+        self.sends_lines = True
+        self._waiting.set()
+
+
+class _Evicted(PliantError):
+    """The name is no longer on the roster."""
+
+
+def _beat(at: Position) -> Beat:
+    return Beat(
+        era=at.era,
+        round=at.round,
+        progress=at.progress,
+        waiting=at.waiting,
+        usual_s=at.usual_s,
+        active=at.active if at.era > 0 else None,
+    )
 
 
 def _opened(address: str, token: str) -> ClientConnection:
@@ -284,7 +384,7 @@ def _opened(address: str, token: str) -> ClientConnection:
             f"the coordinator at {address} refused the job token; "
             "use the one in the file `token` of its run directory, or let `pliant run` start the workers"
         ) from error
-    except (InvalidHandshake, OSError, EOFError) as error:
+    except (InvalidHandshake, ConnectionClosed, OSError, EOFError) as error:
         raise RunEnded(f"what answers at {address} is no Pliant coordinator") from error
     # Newer websockets insist on this; the link closes the connection itself.
     return connection.__enter__()
@@ -306,4 +406,4 @@ def _close_in_children(link: Link) -> None:
 def _drop_sockets() -> None:
     for link in list(_links):
         with contextlib.suppress(OSError):
-            link._connection.socket.close()  # pyright: ignore[reportPrivateUsage]
+            link.connection.socket.close()

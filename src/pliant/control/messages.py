@@ -25,19 +25,42 @@ class Signature(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message of a connection."""
+    """The first message of a worker's connection.
 
-    worker: str
+    ``slot`` is the launcher's name for the process. ``worker`` is the name this process bears already: it lost its
+    connection, or met a new coordinator, and goes on in ``era`` at ``exchange``. Empty: a newcomer, to be named.
+    """
+
+    slot: str
     pid: int
     version: str
+    worker: str = ""
+    era: int = 0
+    exchange: int = 0
+    active: bool = False
+    signature: Signature | None = None
+    """of a worker that goes on: a new coordinator has not seen it"""
+    address: str = ""
+    """where it hands its state on; of a worker that goes on"""
+
+
+class Call(msgspec.Struct, frozen=True):
+    """The call of ``batches`` or ``evaluate`` with which a worker enlists."""
+
+    place: int
+    """how many calls the script made before it"""
+    task: str
+    """``train``, ``evaluate`` or ``end``"""
+    length: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """``join`` was called; the worker waits for its era."""
+    """The worker wants to be a member of the next era."""
 
     signature: Signature
     address: str
-    """the local address of the control connection, where the worker's group listens"""
+    """``host:port`` where it hands its state on; the host is the local address of the control connection"""
+    call: Call | None = None
 
 
 class Put(msgspec.Struct, frozen=True, tag="put"):
@@ -51,25 +74,63 @@ class Put(msgspec.Struct, frozen=True, tag="put"):
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """A sign of life of the process (sent by the link's thread) and of its main loop (``progress``)."""
 
+    era: int
     round: int
     progress: int
+    waiting: bool = False
+    """the main loop waits for others: no progress is no fault of its own"""
+    usual_s: float = 0.0
+    """how long a step of its main loop usually takes; 0 before the first contribution"""
+    active: bool | None = None
+    """whether it holds the whole state; None: not said. The last active member is not let go before another is"""
 
 
 class Lines(msgspec.Struct, frozen=True, tag="lines"):
-    """Journal records, JSON objects without checksum, sent by the leader."""
+    """Journal records, JSON objects without checksum; ``first`` is the number of the first one in the run."""
 
+    first: int
     records: list[bytes]
 
 
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """This worker was asked to go (SIGTERM, ``run.leave``): plan an era without it."""
+
+    reason: str = ""
+
+
+class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
+    """The worker has stopped in ``era`` after settling ``exchange``: told so, or because its collective failed."""
+
+    era: int
+    exchange: int
+    active: bool
+    failed: str = ""
+    """why, if nobody told it to stop"""
+
+
+class Entered(msgspec.Struct, frozen=True, tag="entered"):
+    """The worker is in ``era`` now."""
+
+    era: int
+    exchange: int
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """This worker cannot go on. ``shown`` is true when the user already saw a traceback."""
+    """This worker cannot go on. ``shown`` is true when the user already saw a traceback.
+
+    ``fatal``: an error that all workers make alike and no restart can mend; it ends the run at once.
+    """
 
     reason: str
     shown: bool = False
+    fatal: bool = False
+    """found on all workers alike: starting this one again cannot mend it, so the run ends"""
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """The script left ``join`` in good order."""
+    """The script left ``join`` in good order; ``left``: because the worker was asked to go."""
+
+    left: bool = False
 
 
 class Plan(msgspec.Struct, frozen=True, tag="plan"):
@@ -82,17 +143,66 @@ class Plan(msgspec.Struct, frozen=True, tag="plan"):
 # coordinator -> worker
 
 
+class Past(msgspec.Struct, frozen=True):
+    """A call that all workers have left: what a newcomer's call at that place returns."""
+
+    task: str
+    epoch: int
+    result: float | None = None
+
+
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     job: str
+    worker: str
+    """the name given, or confirmed"""
+    term: int
     dead_after_s: float
+    written: int
+    """journal records of the workers that are on disk"""
+    running: bool = False
+    """training has begun: enlist with the first call that is not past"""
+    past: list[Past] = []
+    """finished top-level calls, in their order"""
 
 
 class EraStart(msgspec.Struct, frozen=True, tag="era"):
-    """The roster of the era and the number of the attempt to form its group (never used twice)."""
+    """Form the group of this attempt (a number never used twice) and enter the era at once: nothing else is running."""
 
+    term: int
     era: int
     attempt: int
     roster: list[str]
+    donor: str
+    """holds the state that all enter with: the furthest ahead; in the first era the leader"""
+    exchange: int
+    """what the donor has settled"""
+    addresses: dict[str, str]
+    """where each member hands its state on"""
+
+
+class EraPlan(msgspec.Struct, frozen=True, tag="era_plan"):
+    """Form the group of this attempt in the background; the era begins when all tickets carry (term, era)."""
+
+    term: int
+    era: int
+    attempt: int
+    roster: list[str]
+    donor: str
+    addresses: dict[str, str]
+
+
+class Broken(msgspec.Struct, frozen=True, tag="broken"):
+    """Every era up to ``era`` is over: stop, settle nothing more, answer ``stopped``."""
+
+    term: int
+    era: int
+    reason: str
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """Go in good order (``pliant drain``, ``pliant scale``)."""
+
+    reason: str
 
 
 class Push(msgspec.Struct, frozen=True, tag="push"):
@@ -103,27 +213,125 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
     value: bytes
 
 
+class Written(msgspec.Struct, frozen=True, tag="written"):
+    """So many of the workers' journal records are on disk; earlier ones need not be kept."""
+
+    count: int
+
+
 class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
-    """This worker does not fit; the connection is closed after it."""
+    """This worker does not fit; the connection is closed after it. ``again``: come back as a newcomer."""
 
     reason: str
+    again: bool = False
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """The run is over for everybody."""
+    """The run is over for everybody. ``completed``: well, so a latecomer exits with status 0."""
 
     reason: str
+    completed: bool = False
 
 
-FromWorker = Union[Hello, Ready, Put, Beat, Lines, Failed, Finished, Plan]  # noqa: UP007 - msgspec reads it at run time
-FromCoordinator = Union[Welcome, EraStart, Push, Refuse, Stop]  # noqa: UP007
+# launcher (agent) -> coordinator
+
+
+class Enlist(msgspec.Struct, frozen=True, tag="enlist"):
+    """The first message of a launcher's connection. ``slots`` are those it runs already (a coordinator's restart)."""
+
+    agent: str
+    """empty: to be named"""
+    version: str
+    slots: list[str]
+    wanted: int
+    """slots to be named for it"""
+    owner: bool
+    """the run ends with this launcher (``pliant run`` without ``--join``)"""
+
+
+class Exited(msgspec.Struct, frozen=True, tag="exited"):
+    """A slot's process has ended: exit status, or minus the signal. ``error`` is its last exception, if any."""
+
+    slot: str
+    pid: int
+    status: int
+    error: str = ""
+
+
+class Interrupted(msgspec.Struct, frozen=True, tag="interrupted"):
+    """The launcher got a signal: 2 for Ctrl-C, 15 for SIGTERM."""
+
+    signal: int
+
+
+class Noticed(msgspec.Struct, frozen=True, tag="noticed"):
+    """The launcher's notice command says that this machine goes away: its workers are to leave."""
+
+
+# coordinator -> launcher
+
+
+class Enlisted(msgspec.Struct, frozen=True, tag="enlisted"):
+    job: str
+    agent: str
+    term: int
+    slots: list[str]
+    """names of all its slots"""
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """Start (again) the process of a slot. A name the launcher does not know yet is a new slot (``pliant scale``)."""
+
+    slot: str
+
+
+class Terminate(msgspec.Struct, frozen=True, tag="terminate"):
+    """Send SIGTERM to the slot's process."""
+
+    slot: str
+
+
+class Kill(msgspec.Struct, frozen=True, tag="kill"):
+    """Send SIGKILL to the slot's process and its children."""
+
+    slot: str
+
+
+class Note(msgspec.Struct, frozen=True, tag="note"):
+    """One line for the user."""
+
+    text: str
+
+
+class StatusUpdate(msgspec.Struct, frozen=True, tag="status"):
+    """The run's status as JSON, several times a second."""
+
+    status: bytes
+
+
+class Over(msgspec.Struct, frozen=True, tag="over"):
+    """The run has ended; the launcher ends with this status."""
+
+    reason: str
+    completed: bool
+    exit_status: int
+
+
+FromWorker = Union[  # noqa: UP007 - msgspec reads it at run time
+    Hello, Ready, Put, Beat, Lines, Leaving, Stopped, Entered, Failed, Finished, Plan
+]
+FromCoordinator = Union[Welcome, EraStart, EraPlan, Broken, Leave, Push, Written, Refuse, Stop]  # noqa: UP007
+FromAgent = Union[Enlist, Exited, Interrupted, Noticed]  # noqa: UP007
+ToAgent = Union[Enlisted, Start, Terminate, Kill, Note, StatusUpdate, Over, Refuse]  # noqa: UP007
 
 _from_worker = msgspec.msgpack.Decoder(FromWorker)
 _from_coordinator = msgspec.msgpack.Decoder(FromCoordinator)
+_from_agent = msgspec.msgpack.Decoder(FromAgent)
+_to_agent = msgspec.msgpack.Decoder(ToAgent)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: FromWorker | FromCoordinator) -> bytes:
+def encode(message: FromWorker | FromCoordinator | FromAgent | ToAgent) -> bytes:
     """The bytes of one frame."""
     return _encoder.encode(message)
 
@@ -136,3 +344,13 @@ def decode_from_worker(frame: bytes) -> FromWorker:
 def decode_from_coordinator(frame: bytes) -> FromCoordinator:
     """Raises ``msgspec.DecodeError`` on anything that is not one of the coordinator's messages."""
     return _from_coordinator.decode(frame)
+
+
+def decode_from_agent(frame: bytes) -> FromAgent:
+    """Raises ``msgspec.DecodeError`` on anything that is not one of a launcher's messages."""
+    return _from_agent.decode(frame)
+
+
+def decode_to_agent(frame: bytes) -> ToAgent:
+    """Raises ``msgspec.DecodeError`` on anything that is not a message for a launcher."""
+    return _to_agent.decode(frame)

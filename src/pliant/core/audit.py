@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pliant.core.journal import (
     EndRecord,
+    EntryLine,
     EraRecord,
     ExchangeRecord,
     PhaseEndRecord,
@@ -26,6 +27,7 @@ from pliant.core.journal import (
     Record,
     RoundRecord,
     RunRecord,
+    TicketLine,
 )
 from pliant.core.replay import Replay, named
 from pliant.core.tickets import Flag
@@ -103,6 +105,8 @@ class _Auditor:
         self._open: list[_Phase] = []
         self._phases = 0
         self._round = 0
+        """the last number used, void ones included"""
+        self._rounds = self._void = 0
         self._end: EndRecord | None = None
         self._samples = self._skipped = self._cut = self._evaluations = self._eras = self._records = 0
         self._epochs: set[int] = set()
@@ -146,13 +150,14 @@ class _Auditor:
         if self._unnamed:
             problems.append(f"... and {self._unnamed} more problems")
         summary: dict[str, Any] = {
-            "rounds": self._round,
+            "rounds": self._rounds,
             "samples": self._samples,
             "phases": self._phases,
             "epochs": len(self._epochs),
             "eras": self._eras,
             "workers": dict(self._by_worker),
             "skipped_rounds": self._skipped,
+            "void_rounds": self._void,
             "cut_positions": self._cut,
             "evaluations": self._evaluations,
             "completed": completed,
@@ -170,10 +175,41 @@ class _Auditor:
     def _start_era(self, record: EraRecord) -> None:
         if record.era <= self._era:
             self._problem(f"era {record.era} follows era {self._era}: era numbers only grow")
+        where = f"era {record.era}"
+        if not record.roster:
+            self._problem(f"{where}: its roster is empty")
+        for worker in sorted({worker for worker in record.roster if record.roster.count(worker) > 1}):
+            self._problem(f"{where}: {worker} is on its roster more than once")
+        if record.entries is None:
+            self._plan_era(where, record)
+        else:
+            self._regroup(where, record, record.entries)
         self._era, self._roster = record.era, record.roster
         self._eras += 1
         for worker in record.roster:
             self._by_worker.setdefault(worker, 0)
+
+    def _plan_era(self, where: str, record: EraRecord) -> None:
+        if record.void:
+            self._problem(f"{where}: round {record.void} is void although nobody was lost")
+        if len(self._open) > 1:
+            self._problem(f"{where}: is planned but begins inside phase {self._open[-1].record.phase}")
+        if self._roster and not set(record.roster) & set(self._roster):
+            self._problem(f"{where}: is planned but nobody of era {self._era} is in it")
+
+    def _regroup(self, where: str, record: EraRecord, entries: Sequence[EntryLine]) -> None:
+        """An unplanned era passes over one number: a lost worker may have applied that round."""
+        if len(entries) != len(record.roster):
+            self._problem(f"{where}: has {len(entries)} entries, its roster {len(record.roster)} workers")
+        holding = {worker for worker, entry in zip(record.roster, entries, strict=False) if entry.active}
+        if not holding:
+            self._problem(f"{where}: nobody in it holds the state")
+        for worker in sorted(holding - set(self._roster)):
+            self._problem(f"{where}: {worker} holds the state but was not in era {self._era}")
+        if record.void != self._round + 1:
+            self._problem(f"{where}: round {record.void} is void, round {self._round + 1} is the next one")
+        self._round = max(self._round, record.void)
+        self._void += 1
 
     def _open_phase(self, record: PhaseRecord) -> None:
         if record.phase != self._phases + 1:
@@ -215,6 +251,7 @@ class _Auditor:
         if record.round != self._round + 1:
             self._problem(f"{where}: follows round {self._round}; rounds are numbered one by one")
         self._round = record.round
+        self._rounds += 1
         batch = self._take_contributions(where, "train", record)
         self._samples += batch
         if record.samples_total != self._samples:
@@ -248,6 +285,7 @@ class _Auditor:
         elif phase.record.task != task:
             self._problem(f"{where}: a record of {task} in a phase of {phase.record.task}")
         batch = 0
+        ready: list[int] = []
         for member, ticket in enumerate(record.tickets):
             batch += ticket.samples
             worker = self._roster[member] if member < len(self._roster) else f"member {member}"
@@ -258,13 +296,25 @@ class _Auditor:
                     self._cover(where, worker, phase, start, stop)
             if dealt != ticket.samples:
                 self._problem(f"{where}: {worker} says {ticket.samples} samples, its spans have {dealt}")
-            if phase is not None and ticket.flags & Flag.BREAK.value:
-                phase.broken = True
+            if ticket.flags:
+                if ticket.flags & Flag.READY.value:
+                    ready.append(member)
+                self._take_flags(where, worker, phase, ticket)
             if task == "train" and ticket.samples:
                 self._by_worker[worker] = self._by_worker.get(worker, 0) + ticket.samples
+        if record.entered or ready:
+            entered = [member for member, _, _ in record.entered]
+            if entered != ready:
+                self._problem(f"{where}: members {ready} say that they are ready, {entered} entered")
         if record.batch != batch:
             self._problem(f"{where}: batch is {record.batch}, the tickets add up to {batch}")
         return batch
+
+    def _take_flags(self, where: str, worker: str, phase: _Phase | None, ticket: TicketLine) -> None:
+        if phase is not None and ticket.flags & Flag.BREAK.value:
+            phase.broken = True
+        if ticket.flags & Flag.FOLLOWING.value and ticket.samples:
+            self._problem(f"{where}: {worker} hands in {ticket.samples} samples although it only goes along")
 
     def _cover(self, where: str, worker: str, phase: _Phase, start: int, stop: int) -> None:
         if not 0 <= start < stop:

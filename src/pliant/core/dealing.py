@@ -27,7 +27,7 @@ _MICRO_BATCHES_AHEAD = 3
 # deals come once a round. (And a micro-batch, because everybody finishes one before handing in.)
 _ROUNDS_NEEDED = 2.0
 # No micro-batch of a single sample where it can be helped: BatchNorm cannot train on one.
-_LEAST = 2
+LEAST = 2
 # Cut into parts of at most three, any two samples or more leave no single one over.
 _SMALLEST = 3
 # An open batch cuts a slow worker's micro-batches down to this part of the size it asked for, not further: below,
@@ -57,8 +57,8 @@ def fixed(
     while ledger.free:
         full = ledger.free >= batch
         # A full round takes everybody in, even with one sample each; what is left at the end goes to the fast ones.
-        least = 1 if batch < _LEAST * len(paces) else _LEAST
-        share = shares(batch, paces, least) if full else _without_crumbs(apportion(ledger.free, paces), paces)
+        least = 1 if batch < LEAST * len(paces) else LEAST
+        share = shares(batch, paces, least) if full else without_crumbs(apportion(ledger.free, paces), paces)
         depth = contributions + _rounds_ahead(share, sizes, ahead)
         if len(ledger.hands[0].quotas) >= depth:
             break
@@ -86,7 +86,7 @@ def floating(ledger: Ledger, pacing: Pacing, at_most: int | None, sizes: Sequenc
     round_s = max(pacing.round_s, patience_s(pacing, sizes))
     sizes = micro_batch_sizes(pacing, at_most, sizes)
     held = [hand.granted_samples for hand in ledger.hands[:members]]
-    parts = _without_crumbs(entitlements(ledger.free, held, paces), paces)
+    parts = without_crumbs(entitlements(ledger.free, held, paces), paces)
     grants: list[int] = []
     for member in range(members):
         size, part = sizes[member], parts[member]
@@ -96,7 +96,7 @@ def floating(ledger: Ledger, pacing: Pacing, at_most: int | None, sizes: Sequenc
         needed = math.ceil(_ROUNDS_NEEDED * used) + size - held[member]
         bound = part if part <= size else max(size, part // 2 // size * size, min(part, -(-needed // size) * size))
         grants.append(max(0, min(bound, -(-wanted // size) * size)))
-    if ledger.free - sum(grants) < _LEAST:
+    if ledger.free - sum(grants) < LEAST:
         grants = list(parts)
     for member, samples in enumerate(grants):
         if samples:
@@ -107,14 +107,14 @@ def floating(ledger: Ledger, pacing: Pacing, at_most: int | None, sizes: Sequenc
     return ledger
 
 
-def _without_crumbs(parts: Sequence[int], paces: Sequence[float]) -> tuple[int, ...]:
-    """The same samples; parts of less than ``_LEAST`` are put together, for the fastest of those who had one."""
-    whole = [part if part >= _LEAST else 0 for part in parts]
+def without_crumbs(parts: Sequence[int], paces: Sequence[float]) -> tuple[int, ...]:
+    """The same samples; parts of less than ``LEAST`` are put together, for the fastest of those who had one."""
+    whole = [part if part >= LEAST else 0 for part in parts]
     missing = sum(parts) - sum(whole)
-    crumbs = sorted((m for m, part in enumerate(parts) if 0 < part < _LEAST), key=lambda m: (-paces[m], m))
-    for member in crumbs[: missing // _LEAST]:
-        whole[member] += _LEAST
-        missing -= _LEAST
+    crumbs = sorted((m for m, part in enumerate(parts) if 0 < part < LEAST), key=lambda m: (-paces[m], m))
+    for member in crumbs[: missing // LEAST]:
+        whole[member] += LEAST
+        missing -= LEAST
     whole[max(range(len(whole)), key=lambda m: (whole[m] or parts[m], paces[m], -m))] += missing
     return tuple(whole)
 

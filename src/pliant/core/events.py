@@ -8,53 +8,109 @@ Source    ours; docs/protocol.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NewType
 
 from pliant.core.terms import Terms
-from pliant.types import Era, WorkerId
+from pliant.types import WorkerId
 
-# Events
+SlotId = NewType("SlotId", str)
+"""A launcher's place for one process, ``w2``; the workers in it are ``w2``, ``w2.2``, ``w2.3``, …"""
+
+AgentId = NewType("AgentId", str)
+"""A launcher, ``a0``."""
+
+# Events of workers
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A connection introduced itself."""
+    """A worker's connection introduced itself. ``worker`` is empty for a newcomer; else it goes on under that name."""
 
     peer: int
+    slot: SlotId
     worker: WorkerId
     version: str
+    pid: int = 0
+    era: int = 0
+    exchange: int = 0
+    active: bool = False
+    terms: Terms | None = None
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """``join`` was called. ``dead_after_s`` is the script's setting, if it has one."""
+    """The worker wants to be a member of the next era.
+
+    ``dead_after_s`` is the script's setting, if it has one. ``length`` is that of the dataset it enlists with,
+    ``recorded`` that of the same call in the journal, where it is known.
+    """
 
     worker: WorkerId
     terms: Terms
+    address: str = ""
     dead_after_s: float | None = None
+    length: int | None = None
+    recorded: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Beaten:
-    """A sign of life."""
+    """A sign of life, of the process and of its main loop."""
 
     worker: WorkerId
     round: int
     progress: int
+    waiting: bool = False
+    usual_s: float = 0.0
+    active: bool | None = None
+    era: int | None = None
+    """the one it is in, or was in last; None: not said"""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """The worker was asked to go, by a signal or by its script."""
+
+    worker: WorkerId
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The worker has stopped in ``era`` after settling ``exchange``; ``failed`` says why, if nobody told it to."""
+
+    worker: WorkerId
+    era: int
+    exchange: int
+    active: bool
+    failed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """The worker is in ``era`` now."""
+
+    worker: WorkerId
+    era: int
+    exchange: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The worker says it cannot go on."""
+    """The worker says it cannot go on. ``fatal``: no restart could mend it, on any worker."""
 
     worker: WorkerId
     reason: str
+    fatal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The worker left ``join`` in good order."""
+    """The worker left ``join`` in good order; ``left``: because it was asked to go."""
 
     worker: WorkerId
+    left: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +118,75 @@ class ConnectionLost:
     """An admitted worker's connection is closed."""
 
     worker: WorkerId
+    peer: int
+
+
+# Events of agents and people
+
+
+@dataclass(frozen=True, slots=True)
+class AgentArrived:
+    """A launcher's connection introduced itself. ``agent`` is empty for a new one; ``slots`` are those it has."""
+
+    peer: int
+    agent: AgentId
+    version: str
+    slots: tuple[SlotId, ...]
+    wanted: int
+    owner: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLost:
+    """A launcher's connection is closed."""
+
+    agent: AgentId
+    peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessExited:
-    """From waitpid: exit status, or minus the signal."""
+    """From a launcher's waitpid: exit status, or minus the signal; ``error`` is its last exception."""
 
-    worker: WorkerId
+    agent: AgentId
+    slot: SlotId
+    pid: int
     status: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """A launcher got a signal: 2 for Ctrl-C, 15 for SIGTERM."""
+
+    agent: AgentId
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class Noticed:
+    """A launcher's machine goes away: its workers are to leave."""
+
+    agent: AgentId
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Somebody wants so many workers; ``slots.scale_refusal`` has nothing against it."""
+
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """Somebody wants this slot's worker to leave; ``slots.drain_refusal`` has nothing against it."""
+
+    slot: SlotId
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Interrupted:
-    """The launcher got a signal: 2 for Ctrl-C, 15 for SIGTERM."""
-
-    signal: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,50 +196,88 @@ class Hindered:
     reason: str
 
 
-Event = Arrived | Offered | Beaten | Failed | Finished | ConnectionLost | ProcessExited | Tick | Interrupted | Hindered
+OfWorker = Offered | Beaten | Leaving | Stopped | Entered | Failed | Finished | ConnectionLost
+OfAgent = AgentLost | ProcessExited | Interrupted | Noticed
+Event = Arrived | AgentArrived | OfWorker | OfAgent | Scaled | Drained | Tick | Hindered
 
 
-# Effects
+# Effects on workers
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """From now on the connection speaks for the worker."""
+    """From now on the connection speaks for the worker. ``running``: training has begun."""
 
     peer: int
     worker: WorkerId
+    running: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Tell the connection why it is not wanted, and close it."""
+    """Tell the connection why it is not wanted, and close it. ``again``: it may come back as a newcomer."""
 
     peer: int
     reason: str
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """Tell a latecomer that the run is over."""
+    """Tell the connection that the run is over for it, and close it."""
 
     peer: int
     reason: str
+    completed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The connection has said its last word, or another one has taken its place."""
+
+    peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class StartEra:
-    """Tell all members."""
+    """Tell ``to`` to form the group and to enter the era at once."""
 
-    era: Era
+    era: int
     attempt: int
     roster: tuple[WorkerId, ...]
+    donor: WorkerId
+    exchange: int
+    addresses: tuple[tuple[WorkerId, str], ...]
+    to: tuple[WorkerId, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """A worker has said its last word; its connection can be closed."""
+class PlanEra:
+    """Tell ``to``, the present and the coming members, to form the group in the background."""
+
+    era: int
+    attempt: int
+    roster: tuple[WorkerId, ...]
+    donor: WorkerId
+    addresses: tuple[tuple[WorkerId, str], ...]
+    to: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEra:
+    """Tell ``to`` that every era up to this one is over."""
+
+    era: int
+    reason: str
+    to: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskToLeave:
+    """Ask a member to go in good order."""
 
     worker: WorkerId
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,25 +287,62 @@ class StopAll:
     reason: str
 
 
+# Effects on agents
+
+
+@dataclass(frozen=True, slots=True)
+class Enroll:
+    """From now on the connection speaks for the launcher; ``slots`` are all it has."""
+
+    peer: int
+    agent: AgentId
+    slots: tuple[SlotId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Let the launcher start a process in the slot."""
+
+    agent: AgentId
+    slot: SlotId
+
+
 @dataclass(frozen=True, slots=True)
 class Terminate:
-    """Send SIGTERM to the process."""
+    """Let the launcher send SIGTERM to the slot's process."""
 
-    worker: WorkerId
+    agent: AgentId
+    slot: SlotId
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Send SIGKILL to the process and its children."""
+    """Let the launcher send SIGKILL to the slot's process and its children."""
 
-    worker: WorkerId
+    agent: AgentId
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseAgent:
+    """The run is over for this launcher, though not for the others."""
+
+    agent: AgentId
+    reason: str
+    exit_status: int
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One line for the user."""
+    """Something notable happened: ``kind`` is a word for programs, ``text`` one line for people.
 
+    Quiet ones are kept among the run's events, but not shown on the launchers' screens.
+    """
+
+    kind: str
     text: str
+    worker: str = ""
+    quiet: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,4 +354,6 @@ class Ended:
     exit_status: int
 
 
-Effect = Admit | Refuse | Dismiss | StartEra | Release | StopAll | Terminate | Kill | Note | Ended
+OnWorker = Admit | Refuse | Dismiss | Close | StartEra | PlanEra | BreakEra | AskToLeave | StopAll
+OnAgent = Enroll | Start | Terminate | Kill | ReleaseAgent
+Effect = OnWorker | OnAgent | Note | Ended

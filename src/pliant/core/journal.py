@@ -32,11 +32,23 @@ class RunRecord(msgspec.Struct, frozen=True, tag="run", tag_field="kind"):
     version: int = VERSION
 
 
-class EraRecord(msgspec.Struct, frozen=True, tag="era", tag_field="kind"):
-    """A roster takes effect. Written by the coordinator."""
+class EntryLine(msgspec.Struct, frozen=True, array_like=True):
+    """What a member brought into an unplanned era, per open phase from the outermost on."""
+
+    active: bool
+    dropped: list[int]
+    kept: list[int]
+
+
+class EraRecord(msgspec.Struct, frozen=True, tag="era", tag_field="kind", omit_defaults=True):
+    """A roster takes effect, after the records before it."""
 
     era: int
     roster: list[str]
+    entries: list[EntryLine] | None = None
+    """of an unplanned era; None: the first one, or a planned one"""
+    void: int = 0
+    """the round number that an unplanned era passes over: a lost worker may have applied it"""
 
 
 class PolicyRecord(msgspec.Struct, frozen=True, tag="policy", tag_field="kind"):
@@ -51,7 +63,7 @@ class PolicyRecord(msgspec.Struct, frozen=True, tag="policy", tag_field="kind"):
     samples_limit: int | None = None
 
 
-class PhaseRecord(msgspec.Struct, frozen=True, tag="phase", tag_field="kind"):
+class PhaseRecord(msgspec.Struct, frozen=True, tag="phase", tag_field="kind", omit_defaults=True):
     """All workers entered a phase; per worker its micro-batch size and look-ahead of its loader."""
 
     phase: int
@@ -63,6 +75,12 @@ class PhaseRecord(msgspec.Struct, frozen=True, tag="phase", tag_field="kind"):
     sizes: list[int]
     ahead: list[int]
     order: int
+    absent: list[int] = []
+    """members whose script has not made this call: they go along without samples"""
+    ready: list[int] = []
+    """followers that hold the whole state from here on"""
+    inner: bool = False
+    """an ``evaluate`` in the body of the loop before it, whose phase had just ended"""
 
 
 class TicketLine(msgspec.Struct, frozen=True, array_like=True):
@@ -82,7 +100,7 @@ class TicketLine(msgspec.Struct, frozen=True, array_like=True):
     flags: int
 
 
-class RoundRecord(msgspec.Struct, frozen=True, tag="round", tag_field="kind"):
+class RoundRecord(msgspec.Struct, frozen=True, tag="round", tag_field="kind", omit_defaults=True):
     """One applied round. ``factor`` multiplies the schedule's rate; ``rate`` is what the first group got."""
 
     era: int
@@ -97,6 +115,8 @@ class RoundRecord(msgspec.Struct, frozen=True, tag="round", tag_field="kind"):
     """false: samples spent without an update, because a part was not finite or nothing had any weight"""
     samples_total: int
     tickets: list[TicketLine]
+    entered: list[tuple[int, int, int]] = []
+    """who became ready with this exchange: member, micro-batch size, look-ahead of its loader"""
 
     @property
     def skipped(self) -> bool:
@@ -104,13 +124,15 @@ class RoundRecord(msgspec.Struct, frozen=True, tag="round", tag_field="kind"):
         return any(ticket.flags & NONFINITE for ticket in self.tickets)
 
 
-class ExchangeRecord(msgspec.Struct, frozen=True, tag="exchange", tag_field="kind"):
+class ExchangeRecord(msgspec.Struct, frozen=True, tag="exchange", tag_field="kind", omit_defaults=True):
     """One exchange of an ``evaluate``: samples spent without an update."""
 
     era: int
     phase: int
     batch: int
     tickets: list[TicketLine]
+    entered: list[tuple[int, int, int]] = []
+    """who became ready with this exchange: member, micro-batch size, look-ahead of its loader"""
 
 
 class PhaseEndRecord(msgspec.Struct, frozen=True, tag="phase_end", tag_field="kind"):

@@ -113,6 +113,81 @@ def take_back(ledger: Ledger) -> Ledger:
     return replace(ledger, hands=hands, returned=joined([*ledger.returned, *spans]))
 
 
+def give_back(ledger: Ledger, member: int) -> Ledger:
+    """Return all of ``member``'s hand to the free positions: it draws no more."""
+    spans = [span for mb in ledger.hands[member].queue for span in mb]
+    if not spans:
+        return _with_hand(ledger, member, Hand())
+    return replace(_with_hand(ledger, member, Hand()), returned=joined([*ledger.returned, *spans]))
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What becomes of one hand of the old roster in a new one."""
+
+    member: int
+    """its place in the old roster"""
+    skip: int
+    """micro-batches from the front that are lost: they return to the pool"""
+    keep: int
+    """micro-batches after those that stay with their worker"""
+
+
+def regrouped(ledger: Ledger, kept: Sequence[Kept | None], *, quotas: bool) -> Ledger:
+    """The ledger of another roster: kept micro-batches stay (granted, one contribution), the rest is free again.
+
+    None stands for a worker that was not there before.
+    """
+    hands: list[Hand] = []
+    for entry in kept:
+        queue: tuple[MicroBatch, ...] = ()
+        if entry is not None:
+            queue = ledger.hands[entry.member].queue[entry.skip : entry.skip + entry.keep]
+        hands.append(Hand(queue, len(queue), (len(queue),) if quotas else ()))
+    staying = {mb for hand in hands for mb in hand.queue}
+    spans = [span for hand in ledger.hands for mb in hand.queue if mb not in staying for span in mb]
+    return Ledger(ledger.limit, ledger.cursor, joined([*ledger.returned, *spans]), tuple(hands))
+
+
+def with_quotas(ledger: Ledger, *, quotas: bool) -> Ledger:
+    """The same hands for the other way of bounding contributions: by quota, or open."""
+    if quotas:
+        ledger = take_back(ledger)
+        hands = tuple(Hand(hand.queue, hand.granted, (hand.granted,)) for hand in ledger.hands)
+    else:
+        hands = tuple(Hand(hand.queue, hand.granted) for hand in ledger.hands)
+    return replace(ledger, hands=hands)
+
+
+def aligned(ledger: Ledger) -> Ledger:
+    """Fixed batch: whoever has just begun has no part in the contributions that are dealt already."""
+    depth = max((len(hand.quotas) for hand in ledger.hands), default=0)
+    if all(len(hand.quotas) == depth for hand in ledger.hands):
+        return ledger
+    hands = tuple(
+        Hand(hand.queue, hand.granted, hand.quotas + (0,) * (depth - len(hand.quotas))) for hand in ledger.hands
+    )
+    return replace(ledger, hands=hands)
+
+
+def first_only(ledger: Ledger) -> Ledger:
+    """Fixed batch: take back what was promised beyond the contribution in progress, which everybody has then."""
+    hands: list[Hand] = []
+    spans: list[Span] = []
+    for hand in ledger.hands:
+        first = hand.quotas[0] if hand.quotas else 0
+        hands.append(Hand(hand.queue[:first], first, (first,)))
+        spans += [span for mb in hand.queue[first:] for span in mb]
+    return Ledger(ledger.limit, ledger.cursor, joined([*ledger.returned, *spans]), tuple(hands))
+
+
+def add_to_first(ledger: Ledger, member: int, sizes: Sequence[int]) -> Ledger:
+    """Fixed batch: let the contribution in progress, the only one dealt, grow by micro-batches of ``sizes``."""
+    ledger = deal(ledger, member, sizes)
+    queue = ledger.hands[member].queue
+    return _with_hand(ledger, member, Hand(queue, len(queue), (len(queue),)))
+
+
 def settle(ledger: Ledger, drawn: Sequence[int]) -> tuple[Ledger, tuple[tuple[Span, ...], ...]]:
     """Take the first ``drawn[m]`` micro-batches out of each hand: they are spent. Returns their spans too."""
     hands: list[Hand] = []

@@ -1,64 +1,129 @@
-"""The states a worker, its process and a whole run can be in.
+"""What the coordinator knows: agents, slots, workers, the era and the run.
 
-Question  What does the coordinator know of every worker?
-Holds     States that exclude each other are classes of one union. Members are in the order of their names.
-Source    ours; docs/protocol.md.
+Question  Which states can a launcher, its processes, a worker, the course of eras and a whole run be in?
+Holds     States that exclude each other are classes of one union. ``Roster.workers`` are those that are not gone:
+          members in the order of their era, then the others in the order in which they became ready.
+Source    ours; docs/protocol.md, docs/design/0007-elastic.md.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+from pliant.core.events import AgentArrived, AgentId, Effect, PlanEra, SlotId, StartEra
 from pliant.core.terms import Terms
-from pliant.types import Era, WorkerId
+from pliant.types import WorkerId
 
 DEAD_AFTER_S = 5.0
-"""A worker in an era that gave no sign of life for this long is lost."""
+"""A member that gave no sign of life for this long is lost."""
 
-# A worker's connection
+GRACE_S = 5.0
+"""Between asking a worker to stop, terminating it and killing it."""
+
+COOLDOWN_S = 0.5
+"""Before a slot's process is started again; doubled every time."""
+
+NAMES_PER_TERM = 100
+"""A new coordinator does not know the names that the lost one gave to workers that never got into an era. It begins
+with numbers that the lost one cannot have reached: with cooldowns, so many restarts take the better part of an hour."""
+
+ATTEMPTS_PER_TERM = 1_000_000
+"""Attempts are numbered from the term's number times this, so that no two coordinators use the same one."""
+
+
+# A launcher
 
 
 @dataclass(frozen=True, slots=True)
-class Away:
-    """Has not called ``join`` yet."""
+class Agent:
+    """One launcher. ``peer`` is None while its connection is lost, since ``gone_s``."""
+
+    name: AgentId
+    owner: bool
+    peer: int | None
+    gone_s: float = 0.0
+    leaving: bool = False
+    """its workers are to leave; the second signal does not wait for that"""
+    released: bool = False
+    """it was told that the run is over for it"""
+
+
+# A slot and its process
 
 
 @dataclass(frozen=True, slots=True)
-class Greeted:
-    """Connected; its model is not known yet."""
+class Alive:
+    """Started, and not known to have ended. ``greeted``: it has called ``join``."""
+
+    greeted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Has ended; what that means is not decided yet."""
+
+    status: int
+    since_s: float
+    greeted: bool
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """Has ended. ``restart_s`` is when it is to be started again, if at all."""
+
+    status: int
+    restart_s: float | None = None
+
+
+Process = Alive | Ending | Exited
+
+
+class Fate(enum.Enum):
+    """What is to become of a slot."""
+
+    KEPT = "kept"
+    FINISHED = "finished"
+    LEFT = "left"
+    GIVEN_UP = "given up"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place for one process. ``agent`` is empty while the launcher has not come back to a new coordinator."""
+
+    name: SlotId
+    agent: AgentId
+    process: Process = Alive()
+    pid: int = 0
+    """of the process that ended last"""
+    fate: Fate = Fate.KEPT
+    names: int = 0
+    """how many names were given to its workers"""
+    cooldown_s: float = COOLDOWN_S
+    restarts: int = 0
+    failure: str = ""
+    """what the present process said before it ended"""
+    errors: tuple[str, ...] = ()
+    """how its last processes failed, at most two; empty text for one that did not fail by itself"""
+    inherited: bool = False
+    """named by an earlier coordinator, and its present process has not been heard by this one"""
+    unjoined: int = 0
+    """processes in a row that failed before they called ``join``"""
+    asleep_s: float | None = None
+    """since when its process, which lives, is off the roster for its silence"""
+
+
+# A worker
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """``peer`` is the number of its connection."""
 
     peer: int
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """Ready for an era."""
-
-    peer: int
-    terms: Terms
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """A member of the era."""
-
-    peer: int
-    beat_s: float
-    round: int = 0
-    progress: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """Left ``join`` in good order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """Said itself that it cannot go on, or was refused."""
-
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,35 +133,124 @@ class Cut:
     since_s: float
 
 
-Link = Away | Greeted | Waiting | Training | Done | Broken | Cut
-
-
-# A worker's process
+Line = Connected | Cut
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
-    """Not known to have ended."""
+class Greeted:
+    """Has called ``join``, and does not want to be in an era yet."""
 
 
 @dataclass(frozen=True, slots=True)
-class Exited:
-    """``status`` as waitpid tells it: the exit status, or minus the signal."""
+class Waiting:
+    """Ready for an era."""
 
-    status: int
-    since_s: float
-
-
-Process = Alive | Exited
+    terms: Terms
+    address: str
+    noted: bool = False
+    """the user knows that it waits for a place"""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One expected worker."""
+    """Belongs to the era, or to the planned one."""
 
-    worker: WorkerId
-    link: Link = Away()
-    process: Process = Alive()
+    address: str
+    since_s: float
+    era: int = 0
+    """the last one it said it was in; 0 for a newcomer"""
+    exchange: int = 0
+    active: bool | None = None
+    """whether it holds the whole state; None: not known, and believed once it is in an era"""
+    stopped_s: float | None = None
+    """since when it has stopped in its era; None: it has not"""
+    failed: str = ""
+    """why it stopped, if nobody told it to"""
+    leaving: str | None = None
+    """why it is to go; None: it stays"""
+    leaving_s: float = 0.0
+    asked: bool = False
+    """it was the coordinator that asked it to go"""
+    progress: int = 0
+    progress_s: float = 0.0
+    """when its main loop was last known to get on"""
+    waiting: bool = False
+    usual_s: float = 0.0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it is believed to hold the whole state."""
+        return self.era > 0 if self.active is None else self.active
+
+
+@dataclass(frozen=True, slots=True)
+class Departing:
+    """Its last era is over; it says goodbye in its own time, but not later than ``dead_after``."""
+
+    since_s: float = 0.0
+
+
+Standing = Greeted | Waiting | Member | Departing
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One incarnation of a slot."""
+
+    name: WorkerId
+    slot: SlotId
+    pid: int
+    line: Line
+    standing: Standing
+    heard_s: float
+
+
+# The course of eras
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """There is no era."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forming:
+    """Everybody was told to enter an era; it is in force when all are in it. ``floor`` as in ``Steady``."""
+
+    start: StartEra
+    floor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """An era is in force. ``floor``: what members said of older eras is out of date."""
+
+    era: int
+    floor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """An era is in force and the next one is being formed beside it."""
+
+    era: int
+    floor: int
+    plan: PlanEra
+
+
+@dataclass(frozen=True, slots=True)
+class Halting:
+    """Every era up to ``era`` is over; the members' answers are awaited."""
+
+    era: int
+    floor: int
+    reason: str
+    since_s: float
+    noted: bool = False
+    """the user knows that there are too few workers"""
+
+
+Course = Idle | Forming | Steady | Planned | Halting
 
 
 # The run
@@ -104,15 +258,20 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """Not all workers are ready."""
+    """No era has started yet, or none in which anything was done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """An era is under way."""
+    """There are eras."""
 
-    era: Era
-    attempt: int
+
+@dataclass(frozen=True, slots=True)
+class Finishing:
+    """A member has finished its script; the others do so on their own."""
+
+    since_s: float
+    urged: bool = False
 
 
 class Urge(enum.IntEnum):
@@ -125,12 +284,12 @@ class Urge(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """Waiting for the processes to end. ``status`` is None where the culprit's exit status decides."""
+    """Waiting for the processes to end. ``status`` is None where the exit status of the slot ``culprit`` decides."""
 
     reason: str
     urge: Urge
     since_s: float
-    culprit: WorkerId | None = None
+    culprit: SlotId | None = None
     status: int | None = None
 
 
@@ -143,17 +302,155 @@ class Over:
     exit_status: int
 
 
-Stage = Gathering | Running | Stopping | Over
+Stage = Gathering | Running | Finishing | Stopping | Over
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What is fixed for a run before it starts."""
+
+    script: str
+    version: str
+    min_workers: int = 1
+    max_workers: int | None = None
+    grace_s: float = GRACE_S
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """The whole state. ``members`` are in the order of their names, the first is the leader."""
+    """The whole state."""
 
-    script: str
-    version: str
-    members: tuple[Member, ...]
-    stage: Stage = Gathering()
+    rules: Rules
+    term: int
+    started_s: float
     dead_after_s: float = DEAD_AFTER_S
+    stage: Stage = Gathering()
+    course: Course = Idle()
+    agents: tuple[Agent, ...] = ()
+    slots: tuple[Slot, ...] = ()
+    workers: tuple[Worker, ...] = ()
+    terms: Terms | None = None
+    """of the first era: what a newcomer has to agree with"""
     last_era: int = 0
     last_attempt: int = 0
+    last_slot: int = -1
+    last_agent: int = -1
+    settled: int = 0
+    """exchanges that were settled by somebody, as far as known"""
+    fruitless: int = 0
+    """eras started in a row without an exchange settled in between"""
+    started_at: int = -1
+    """``exchange`` of the last era that was started"""
+    tells_active: bool = False
+    """beats say who holds the state: a newcomer does not until its own say so"""
+    broken: str = ""
+    """why the era cannot go on; empty: it can"""
+    patient_until_s: float = 0.0
+    """until then nobody is lost for being silent"""
+    trusting_until_s: float = 0.0
+    """until then a new coordinator takes workers and launchers at their word"""
+    held: tuple[AgentArrived, ...] = ()
+    """new launchers that wait until a new coordinator knows which names are taken"""
+    heard_s: float = 0.0
+    """when the last event was taken"""
+    ghosts: frozenset[WorkerId] = frozenset()
+    """names that are gone for good"""
+    last_loss: tuple[str, SlotId] | None = None
+    verdict: str = ""
+    """why the last slot was given up"""
+
+
+Step = tuple[Roster, tuple[Effect, ...]]
+
+
+# Looking up and replacing
+
+
+def members_of(state: Roster) -> Iterator[tuple[Worker, Member]]:
+    """All members, in order."""
+    for worker in state.workers:
+        if isinstance(worker.standing, Member):
+            yield worker, worker.standing
+
+
+def worker_of(state: Roster, name: WorkerId) -> Worker | None:
+    """None for one that is gone, or never was."""
+    return next((worker for worker in state.workers if worker.name == name), None)
+
+
+def worker_in(state: Roster, slot: SlotId) -> Worker | None:
+    """Who speaks for the slot."""
+    return next((worker for worker in state.workers if worker.slot == slot), None)
+
+
+def slot_of(state: Roster, name: SlotId) -> Slot | None:
+    """None for one that nobody was given."""
+    return next((slot for slot in state.slots if slot.name == name), None)
+
+
+def agent_of(state: Roster, name: AgentId) -> Agent | None:
+    """None for one that never came."""
+    return next((agent for agent in state.agents if agent.name == name), None)
+
+
+def owner_of(state: Roster) -> Agent | None:
+    """The launcher with which the run ends."""
+    return next((agent for agent in state.agents if agent.owner), None)
+
+
+def is_reachable(state: Roster, slot: Slot) -> bool:
+    """Whether its launcher would hear what is to be done with it."""
+    agent = agent_of(state, slot.agent)
+    return agent is not None and agent.peer is not None
+
+
+def with_worker(state: Roster, worker: Worker) -> Roster:
+    """The state with this worker in the place of the one of its name, or at the end."""
+    if worker_of(state, worker.name) is None:
+        return replace(state, workers=(*state.workers, worker))
+    return replace(state, workers=tuple(worker if w.name == worker.name else w for w in state.workers))
+
+
+def without_worker(state: Roster, name: WorkerId) -> Roster:
+    """The state after a worker has gone for good."""
+    workers = tuple(worker for worker in state.workers if worker.name != name)
+    return replace(state, workers=workers, ghosts=state.ghosts | {name})
+
+
+def with_standing(state: Roster, worker: Worker, standing: Standing) -> Roster:
+    """The state with another standing of the worker."""
+    return with_worker(state, replace(worker, standing=standing))
+
+
+def with_slot(state: Roster, slot: Slot) -> Roster:
+    """The state with this slot in the place of the one of its name, or in the order of names."""
+    rest = tuple(s for s in state.slots if s.name != slot.name)
+    slots = tuple(sorted((*rest, slot), key=lambda s: name_order(s.name)))
+    return replace(state, slots=slots)
+
+
+def with_agent(state: Roster, agent: Agent) -> Roster:
+    """The state with this agent in the place of the one of its name, or at the end."""
+    if agent_of(state, agent.name) is None:
+        return replace(state, agents=(*state.agents, agent))
+    return replace(state, agents=tuple(agent if a.name == agent.name else a for a in state.agents))
+
+
+def name_order(name: str) -> tuple[str, int, str]:
+    """Sorts w10 behind w9."""
+    letters = name.rstrip("0123456789")
+    digits = name[len(letters) :]
+    return letters, int(digits or "-1"), name
+
+
+def slot_part(name: str) -> tuple[SlotId, int]:
+    """The slot of a worker's name, and which of its names it is: ``w2.3`` is the third of ``w2``."""
+    slot, _, number = name.partition(".")
+    return SlotId(slot), int(number) if number.isdecimal() else 1
+
+
+def listed(names: list[WorkerId]) -> str:
+    """``w0, w1 go on``: who is left, in words."""
+    if not names:
+        return "nobody is left"
+    return f"{', '.join(names)} {'goes' if len(names) == 1 else 'go'} on"

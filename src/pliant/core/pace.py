@@ -8,7 +8,7 @@ Source    ours; docs/design/0002-rounds.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pliant.core.tickets import Ticket
 
@@ -59,6 +59,13 @@ def unmeasured(members: int) -> Pacing:
     return Pacing(members=(Pace(),) * members)
 
 
+def seated(pacing: Pacing, places: Sequence[int | None]) -> Pacing:
+    """The same figures for another order of members, or some of them; None stands for one not measured yet."""
+    if len(places) == len(pacing.members) and all(place == index for index, place in enumerate(places)):
+        return pacing
+    return replace(pacing, members=tuple(Pace() if place is None else pacing.members[place] for place in places))
+
+
 def measure(pacing: Pacing, tickets: Sequence[Ticket]) -> Pacing:
     """The pacing after one more round."""
     members = tuple(_measured(old, ticket) for old, ticket in zip(pacing.members, tickets, strict=True))
@@ -67,8 +74,8 @@ def measure(pacing: Pacing, tickets: Sequence[Ticket]) -> Pacing:
         return pacing
     round_s = max(ticket.busy_s + ticket.idle_s for ticket in working)
     # The last worker to hand in waits for the summation alone; everyone else also for that worker.
-    sum_s = min(ticket.sum_s for ticket in tickets)
-    cost_s = sum(ticket.cost_s for ticket in tickets) / len(tickets)
+    sum_s = min(ticket.sum_s for ticket in working)
+    cost_s = sum(ticket.cost_s for ticket in working) / len(working)
     return Pacing(
         members,
         round_s=_follow(pacing.round_s, round_s),

@@ -1,9 +1,9 @@
 """The decision code, run again on the tickets that a journal holds.
 
 Question  Do the journaled tickets lead to the journaled decisions?
-Holds     Exactly the functions that the workers ran: ``rounds.opened`` and ``rounds.settled``. After the first
-          difference nothing more is compared, for every later state would differ.
-Source    Invariant 5 of DESIGN; docs/design/0003-journal.md.
+Holds     Exactly the functions that the workers ran: ``rounds.opened``, ``settled``, ``switched`` and ``regrouped``.
+          After the first difference nothing more is compared, for every later state would differ.
+Source    Invariant 5 of DESIGN; docs/design/0003-journal.md, docs/design/0007-elastic.md.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pliant.core import rounds
+from pliant.core import dealing, rounds
 from pliant.core.journal import (
     EndRecord,
     EraRecord,
@@ -24,7 +24,7 @@ from pliant.core.journal import (
     RunRecord,
     TicketLine,
 )
-from pliant.core.rounds import Group, Mismatch, Policy, Settled
+from pliant.core.rounds import Entry, Group, Mismatch, Policy, Settled, Standing
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import Span, WorkerId
 
@@ -38,10 +38,15 @@ class Replay:
     def __init__(self) -> None:
         self.rounds = 0
         """rounds and exchanges that were decided again"""
-        self._era: EraRecord | None = None
         self._group: Group | None = None
+        self._agreed = False
+        """the policy is known"""
         self._ended: Settled | None = None
         """the outcome whose phase end is the next record"""
+        self._lacking = False
+        """the contributions in progress were made up after somebody went: a crumb may be missing, or all of it"""
+        self._regrouped = False
+        """what survivors kept, of one contribution or the next, may be more than a batch"""
         self._lost = False
 
     def take(self, record: Record) -> list[str]:
@@ -58,17 +63,40 @@ class Replay:
             case PolicyRecord():
                 problems = self._agree(record)
             case EraRecord():
-                # A change of roster within a run is decided by the coordinator, not by tickets.
-                self._lost = self._group is not None and self._group.phases > 0
-                self._era, self._group = record, None
-                problems = []
+                problems = self._change(record)
             case RunRecord() | EndRecord():
                 problems = []
         self._lost = self._lost or bool(problems)
         return problems
 
+    def _change(self, record: EraRecord) -> list[str]:
+        """The roster is the coordinator's decision, what follows from it is not."""
+        where, group = f"era {record.era}", self._group
+        roster = [WorkerId(worker) for worker in record.roster]
+        if not roster or len(set(roster)) < len(roster):
+            # The audit says so; no decision can be made for such a roster.
+            self._lost = True
+        elif self._ended is not None:
+            return [f"{where}: begins where the end of phase {self._ended.phase} is due"]
+        elif group is None:
+            if record.entries is not None:
+                return [f"{where}: has entries, but there was no era to come from"]
+            self._group = rounds.founded(_UNKNOWN, record.era, roster)
+        elif record.entries is None:
+            self._group = rounds.switched(group, record.era, roster)
+        else:
+            entries = [Entry(each.active, tuple(each.dropped), tuple(each.kept)) for each in record.entries]
+            problem = _impossible(group, roster, entries)
+            if problem is not None:
+                return [f"{where}: {problem}"]
+            self._group = rounds.regrouped(group, record.era, roster, entries)
+            self._lacking = self._regrouped = True
+            if record.void != self._group.round:
+                return [f"{where}: round {record.void} is void, the decision code says {self._group.round}"]
+        return []
+
     def _agree(self, record: PolicyRecord) -> list[str]:
-        if self._era is None:
+        if self._group is None:
             return ["the policy is written before the first era"]
         policy = Policy(
             batch=record.batch,
@@ -78,14 +106,15 @@ class Replay:
             rule=record.rule,
             momentum=record.momentum,
         )
-        if self._group is None:
-            self._group = rounds.founded(policy, self._era.era, [WorkerId(worker) for worker in self._era.roster])
+        if self._group.open and policy != self._group.policy:
+            return [f"the policy changes inside phase {self._group.phase.number}"]
+        self._agreed = True
         self._group = replace(self._group, policy=policy, samples_limit=record.samples_limit)
         return []
 
     def _open(self, record: PhaseRecord) -> list[str]:
         group, where = self._group, f"phase {record.phase}"
-        if group is None:
+        if group is None or not self._agreed:
             return [f"{where}: opens before the policy is written"]
         if self._ended is not None:
             return [f"{where}: opens where the end of phase {self._ended.phase} is due"]
@@ -94,10 +123,25 @@ class Replay:
         kind = Kind[record.task.upper()] if record.task in ("train", "evaluate") else None
         if kind is None or min(record.sizes, default=0) < 1:
             return [f"{where}: {record.task!r} with sizes {record.sizes} is no phase"]
-        entered = (kind, Flag.OPENING, record.epoch, record.length, record.order)
+        strangers = {*record.absent, *record.ready} - set(range(len(group.roster)))
+        if strangers or len(record.absent) >= len(group.roster):
+            return [f"{where}: absent are {record.absent}, ready {record.ready} of {len(group.roster)} workers"]
         openings = [
-            Ticket(group.era, group.round, group.phases, *entered, size, ahead)
-            for size, ahead in zip(record.sizes, record.ahead, strict=True)
+            Ticket(
+                group.era,
+                group.round,
+                group.phases,
+                kind,
+                (Flag.FOLLOWING if member in record.absent else Flag.OPENING)
+                | (Flag.READY if member in record.ready else Flag.NONE)
+                | (Flag.INNER if record.inner else Flag.NONE),
+                record.epoch,
+                record.length,
+                record.order,
+                record.sizes[member],
+                record.ahead[member],
+            )
+            for member in range(len(group.roster))
         ]
         after = rounds.opened(group, openings)
         if isinstance(after, Mismatch):
@@ -117,10 +161,14 @@ class Replay:
         if phase.number != record.phase or len(record.tickets) != len(group.roster):
             return [f"{where}: the decision code expects phase {phase.number} and {len(group.roster)} tickets"]
         tickets = [_ticket(group, phase.kind, line) for line in record.tickets]
+        for member, size, ahead in record.entered:
+            if not 0 <= member < len(tickets) or not tickets[member].flags & Flag.READY or size < 1:
+                return [f"{where}: member {member} cannot enter with micro-batches of {size}"]
+            tickets[member] = replace(tickets[member], size=size, ahead=ahead)
         for worker, hand, ticket in zip(group.roster, phase.ledger.hands, tickets, strict=True):
             if not 0 <= ticket.micro_batches <= hand.granted:
                 return [f"{where}: {worker} drew {ticket.micro_batches} micro-batches, {hand.granted} were granted"]
-            if hand.quotas and ticket.micro_batches != hand.quotas[0] and not ticket.flags & Flag.BREAK:
+            if hand.quotas and ticket.micro_batches != hand.quotas[0] and not ticket.flags & _SHORT:
                 return [f"{where}: {worker} handed in {ticket.micro_batches} micro-batches of {hand.quotas[0]}"]
         decision = rounds.settled(group, tickets)
         if isinstance(decision, Mismatch):
@@ -129,7 +177,23 @@ class Replay:
         self.rounds += 1
         if outcome.ended:
             self._ended = outcome
-        return [f"{where}: {text}" for text in _differences(record, outcome, group.policy)]
+        problems = _differences(record, outcome)
+        if isinstance(record, RoundRecord):
+            if not group.policy.floating and not outcome.ended and record.batch != group.policy.batch:
+                problems += self._short(record, group)
+            self._lacking, self._regrouped = Standing.LEAVING in self._group.standings, False
+        return [f"{where}: {text}" for text in problems]
+
+    def _short(self, record: RoundRecord, group: Group) -> list[str]:
+        """A round of a fixed batch that is not full, in mid-epoch."""
+        lacking = group.policy.batch - record.batch
+        if self._lacking and (0 < lacking < dealing.LEAST or record.batch == 0):
+            return []
+        if self._regrouped and lacking < 0:
+            return []
+        if _may_be_small(group, record) and lacking > 0:
+            return []
+        return [f"batch is {record.batch} of the fixed {group.policy.batch} in mid-epoch"]
 
     def _end(self, record: PhaseEndRecord) -> list[str]:
         outcome, self._ended = self._ended, None
@@ -170,10 +234,41 @@ def _ticket(group: Group, kind: Kind, line: TicketLine) -> Ticket:
 
 
 # Making a flag of a number takes longer than the rest of a ticket.
-_FLAGS = {value: Flag(value) for value in range(8)}
+_FLAGS = {value: Flag(value) for value in range(64)}
+# Who breaks off or leaves hands in what it has.
+_SHORT = Flag.BREAK | Flag.LEAVING
+# Stands in until the policy is written, with the first phase.
+_UNKNOWN = Policy(batch=1)
 
 
-def _differences(record: RoundRecord | ExchangeRecord, outcome: Settled, policy: Policy) -> list[str]:
+def _impossible(group: Group, roster: Sequence[WorkerId], entries: Sequence[Entry]) -> str | None:
+    """Why nobody can have entered an unplanned era like this, if so."""
+    if len(entries) != len(roster):
+        return f"{len(entries)} entries of {len(roster)} workers"
+    for worker, entry in zip(roster, entries, strict=True):
+        if not entry.active:
+            continue
+        if worker not in group.roster:
+            return f"{worker} was not there before and cannot hold the state"
+        if not len(entry.dropped) == len(entry.kept) == len(group.open):
+            return f"{worker} enters for {len(entry.kept)} phases, {len(group.open)} are open"
+        member = group.roster.index(worker)
+        for phase, dropped, kept in zip(group.open, entry.dropped, entry.kept, strict=True):
+            granted = phase.ledger.hands[member].granted
+            if min(dropped, kept) < 0 or dropped + kept > granted:
+                return f"{worker} drew {dropped} + {kept} micro-batches in phase {phase.number}, {granted} were granted"
+    return None
+
+
+def _may_be_small(group: Group, record: RoundRecord) -> bool:
+    """Whether a round of a fixed batch may have less than that in mid-epoch: somebody stops, or nobody can compute."""
+    hands = group.phase.ledger.hands
+    if any(line.flags & Flag.LEAVING.value and hand.queue for hand, line in zip(hands, record.tickets, strict=True)):
+        return True
+    return Standing.ACTIVE not in group.standings
+
+
+def _differences(record: RoundRecord | ExchangeRecord, outcome: Settled) -> list[str]:
     """Where the journal and the decision code disagree about a round."""
     problems: list[str] = []
     for member, (line, spans) in enumerate(zip(record.tickets, outcome.spans, strict=True)):
@@ -188,8 +283,6 @@ def _differences(record: RoundRecord | ExchangeRecord, outcome: Settled, policy:
             problems.append(f"factor is {record.factor!r}, the decision code says {outcome.factor!r}")
         if record.applied != outcome.applied:
             problems.append(f"applied is {record.applied}, the decision code says {outcome.applied}")
-        if not policy.floating and not outcome.ended and record.batch != policy.batch:
-            problems.append(f"batch is {record.batch} of the fixed {policy.batch} in mid-epoch")
     return problems
 
 

@@ -1,10 +1,10 @@
-"""Who takes part in a run, when its era starts and when it is over.
+"""Who takes part in a run, when eras start and when it is over.
 
-Question  Given what happened to the workers so far, which era runs, who is refused, and why does the run end?
-Holds     Era and attempt numbers are given only here, only grow, and are never used twice. An era starts
-          only when all its members agree on model, settings and version. Every run ends exactly once, after
-          all its processes have. Whatever stops it, no process outlives two graces.
-Source    ours; docs/protocol.md. The roster is fixed in this version: losing a worker ends the run.
+Question  Given what happened so far, what is to be done?
+Holds     One event in, one new state and a list of effects out; no clock and no chance but what is passed in. Every
+          event is taken first, then everything that follows from the state and the time is judged, in one order.
+Source    ours; docs/protocol.md, docs/design/0007-elastic.md. The parts: ``arrivals`` (who may come in), ``losses``
+          (who is lost), ``slots`` (which processes there are to be), ``eras`` (which era comes next), ``endings``.
 """
 
 from __future__ import annotations
@@ -13,340 +13,286 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import assert_never
 
+from pliant.core import arrivals, endings, eras, losses, slots
+from pliant.core.endings import QUIET_EXIT, ending, shell_status
 from pliant.core.events import (
-    Admit,
+    AgentArrived,
+    AgentId,
+    AgentLost,
     Arrived,
     Beaten,
+    Close,
     ConnectionLost,
     Dismiss,
+    Drained,
     Effect,
-    Ended,
+    Entered,
     Event,
     Failed,
     Finished,
     Hindered,
     Interrupted,
     Kill,
+    Leaving,
     Note,
+    Noticed,
     Offered,
+    OfWorker,
     ProcessExited,
-    Refuse,
-    Release,
-    StartEra,
-    StopAll,
-    Terminate,
+    Scaled,
+    Stopped,
     Tick,
 )
 from pliant.core.members import (
+    NAMES_PER_TERM,
     Alive,
-    Away,
-    Broken,
+    Connected,
     Cut,
-    Done,
-    Exited,
+    Departing,
+    Fate,
+    Forming,
     Gathering,
-    Greeted,
+    Halting,
+    Idle,
     Member,
     Over,
+    Planned,
     Roster,
+    Rules,
     Running,
-    Stopping,
-    Training,
-    Urge,
-    Waiting,
+    Slot,
+    Steady,
+    Step,
+    Worker,
+    agent_of,
+    name_order,
+    slot_of,
+    slot_part,
+    with_agent,
+    with_slot,
+    with_standing,
+    with_worker,
+    worker_of,
 )
-from pliant.core.terms import difference
-from pliant.types import Era, WorkerId
+from pliant.types import WorkerId
 
-QUIET_EXIT = 76
-"""Exit status of a worker that ended because of others; 76 is EX_PROTOCOL, which no Python program uses."""
-
-CONFIRM_S = 1.0
-"""How long a closed connection waits for the process's exit status, and the other way round. The two
-arrive within milliseconds of each other; the reason given to the user is better with both."""
-
-GRACE_S = 5.0
-"""Between asking a worker to stop, terminating it and killing it."""
-
-Step = tuple[Roster, tuple[Effect, ...]]
+__all__ = ["QUIET_EXIT", "advance", "ending", "gathered", "name_order", "resumed", "shell_status"]
 
 
-def gathered(workers: Sequence[WorkerId], script: str, version: str, dead_after_s: float) -> Roster:
+def gathered(rules: Rules, term: int, dead_after_s: float, now_s: float) -> Roster:
     """The state before anything happened."""
-    members = tuple(Member(worker) for worker in sorted(workers, key=name_order))
-    return Roster(script=script, version=version, members=members, dead_after_s=dead_after_s)
+    return Roster(rules, term, now_s, dead_after_s, heard_s=now_s)
 
 
-def name_order(worker: WorkerId) -> tuple[str, int, str]:
-    """Sorts w10 behind w9."""
-    letters = worker.rstrip("0123456789")
-    digits = worker[len(letters) :]
-    return letters, int(digits or "-1"), worker
+def resumed(
+    rules: Rules, term: int, dead_after_s: float, now_s: float, era: int, roster: Sequence[WorkerId], settled: int
+) -> Roster:
+    """The state of a coordinator that takes a lost one's place; era, roster and rounds are from the journal."""
+    until_s = now_s + dead_after_s
+    state = Roster(rules, term, now_s, dead_after_s, heard_s=now_s, patient_until_s=until_s, trusting_until_s=until_s)
+    for name in roster:
+        slot, number = slot_part(name)
+        names = max(number, NAMES_PER_TERM * (term - 1))
+        state = with_slot(state, Slot(slot, AgentId(""), names=names, inherited=True))
+        member = Member("", now_s, era=era, active=True, progress_s=now_s)
+        state = with_worker(state, Worker(name, slot, 0, Cut(now_s), member, now_s))
+    if era > 0:
+        # Nothing that a member says of itself is out of date: it has just found this coordinator.
+        state = replace(state, stage=Running(), course=Steady(era, 0), last_era=era)
+    last_slot = max((slots.number_of(slot.name) for slot in state.slots), default=-1)
+    return replace(state, settled=settled, last_slot=last_slot, last_agent=0 if era > 0 else -1)
 
 
 def advance(state: Roster, event: Event, now_s: float) -> Step:
     """What the event changes and what is to be done about it. Times are any monotonic clock's."""
     if isinstance(state.stage, Over):
-        return state, _farewell(event, state.stage.reason)
+        return state, _farewell(event, state.stage)
+    if now_s - state.heard_s > state.dead_after_s / 2:
+        # The coordinator itself was asleep: what it did not hear meanwhile proves nothing.
+        state = replace(state, patient_until_s=max(state.patient_until_s, now_s + state.dead_after_s))
+    state = replace(state, heard_s=now_s)
     state, effects = _take(state, event, now_s)
-    for judge in (_judged, _started, _urged, _settled):
+    for judge in (
+        _admitted,
+        slots.ended,
+        losses.judged,
+        eras.moved,
+        endings.deserted,
+        slots.restarted,
+        endings.urged,
+        endings.released,
+        endings.settled,
+    ):
         state, more = judge(state, now_s)
         effects += more
     return state, effects
 
 
-def member_of(state: Roster, worker: WorkerId) -> Member | None:
-    """None for a name that is not expected."""
-    return next((member for member in state.members if member.worker == worker), None)
+def _farewell(event: Event, over: Over) -> tuple[Effect, ...]:
+    return (Dismiss(event.peer, over.reason, over.completed),) if isinstance(event, Arrived) else ()
 
 
 def _take(state: Roster, event: Event, now_s: float) -> Step:
     match event:
         case Arrived():
-            return _arrived(state, event, now_s)
+            return arrivals.arrived(state, event, now_s)
+        case AgentArrived():
+            if now_s < state.trusting_until_s and not event.agent:
+                return replace(state, held=(*state.held, event)), ()
+            return arrivals.agent_arrived(state, event, now_s)
+        case AgentLost(agent=agent, peer=peer):
+            return arrivals.agent_cut(state, agent, peer, now_s)
+        case ProcessExited():
+            return slots.exited(state, event, now_s)
         case Interrupted():
             return _interrupted(state, event, now_s)
+        case Noticed(agent=agent):
+            return _going(state, agent, "its machine goes away", now_s)
+        case Scaled(workers=workers):
+            return slots.scale(state, workers, now_s) if _is_open(state) else (state, ())
+        case Drained(slot=name):
+            slot = slot_of(state, name)
+            return slots.leave(state, slot, "drained", now_s) if slot and _is_open(state) else (state, ())
         case Hindered(reason=reason):
-            stopped = isinstance(state.stage, Stopping)
-            return (state, ()) if stopped else _stop(state, reason, now_s, status=1)
+            return endings.stop(state, reason, now_s, status=1)
         case Tick():
             return state, ()
-        case Offered() | Beaten() | Failed() | Finished() | ConnectionLost() | ProcessExited():
-            member = member_of(state, event.worker)
-            return _heard(state, member, event, now_s) if member is not None else (state, ())
+        case _:
+            worker = worker_of(state, event.worker)
+            return _heard(state, worker, event, now_s) if worker is not None else (state, ())
+
+
+def _admitted(state: Roster, now_s: float) -> Step:
+    """Let in the launchers that a new coordinator let wait."""
+    effects: tuple[Effect, ...] = ()
+    if now_s >= state.trusting_until_s:
+        held, state = state.held, replace(state, held=())
+        for event in held:
+            state, more = arrivals.agent_arrived(state, event, now_s)
+            effects += more
+    return state, effects
+
+
+def _heard(state: Roster, worker: Worker, event: OfWorker, now_s: float) -> Step:
+    if isinstance(event, ConnectionLost):
+        return arrivals.cut(state, worker, event.peer, now_s)
+    worker = replace(worker, heard_s=now_s)
+    state = with_worker(state, worker)
+    match event:
+        case Offered():
+            return arrivals.offered(state, worker, event, now_s)
+        case Beaten():
+            return _beaten(state, worker, event, now_s), ()
+        case Leaving(reason=reason):
+            return _leaving(state, worker, reason, now_s)
+        case Stopped():
+            return eras.stopped(state, worker, event, now_s)
+        case Entered():
+            return eras.entered(state, worker, event, now_s)
+        case Failed():
+            return _failed(state, worker, event, now_s)
+        case Finished(left=left):
+            return _finished(state, worker, left, now_s)
         case _:
             assert_never(event)
 
 
-def _heard(
-    state: Roster,
-    member: Member,
-    event: Offered | Beaten | Failed | Finished | ConnectionLost | ProcessExited,
-    now_s: float,
-) -> Step:
-    match event, member.link:
-        case ProcessExited(status=status), _:
-            if isinstance(member.process, Exited):
-                return state, ()
-            return _with(state, replace(member, process=Exited(status, now_s))), ()
-        case Offered(terms=terms, dead_after_s=dead_after_s), Greeted(peer=peer):
-            state = _with(state, replace(member, link=Waiting(peer, terms)))
-            return replace(state, dead_after_s=dead_after_s or state.dead_after_s), ()
-        case Beaten(round=number, progress=progress), Training(peer=peer):
-            return _with(state, replace(member, link=Training(peer, now_s, number, progress))), ()
-        case Finished(), Training():
-            return _with(state, replace(member, link=Done())), (Release(member.worker),)
-        case Finished(), Greeted() | Waiting():
-            return _with(state, replace(member, link=Broken("left pliant.join before training began"))), (
-                Release(member.worker),
-            )
-        case Failed(reason=reason), Greeted() | Waiting() | Training():
-            return _with(state, replace(member, link=Broken(reason))), (Release(member.worker),)
-        case ConnectionLost(), Greeted() | Waiting() | Training():
-            return _with(state, replace(member, link=Cut(now_s))), ()
-        case _:
-            # A message that overtook its worker's end, or was sent out of turn, changes nothing.
-            return state, ()
+def _beaten(state: Roster, worker: Worker, beat: Beaten, now_s: float) -> Roster:
+    member = worker.standing
+    state = replace(state, tells_active=state.tells_active or beat.active is not None)
+    if not isinstance(member, Member):
+        return state
+    moved = beat.waiting or beat.waiting != member.waiting or beat.progress != member.progress
+    # What it held in an era before the present one says nothing: it may have been behind.
+    present = state.course.start.era if isinstance(state.course, Forming) else member.era
+    tells = beat.active is not None and (beat.era is None or beat.era >= present)
+    member = replace(
+        member,
+        progress=beat.progress,
+        progress_s=now_s if moved else member.progress_s,
+        waiting=beat.waiting,
+        usual_s=beat.usual_s,
+        active=beat.active if tells and member.stopped_s is None else member.active,
+    )
+    # A round is an exchange: who has applied one holds a state that a new start would lose.
+    return replace(with_standing(state, worker, member), settled=max(state.settled, min(beat.round, 1)))
 
 
-def _arrived(state: Roster, event: Arrived, now_s: float) -> Step:
-    if isinstance(state.stage, Stopping):
-        return state, (Dismiss(event.peer, state.stage.reason),)
-    member = member_of(state, event.worker)
-    if member is None:
-        names = ", ".join(m.worker for m in state.members)
-        reason = f"no worker named {event.worker} is expected here, only {names}; let `pliant run -n` start it"
-        return state, (Refuse(event.peer, reason), Note(f"refused a connection: {reason}"))
-    match member.link:
-        case Away():
-            pass
-        case Done():
-            reason = f"{event.worker} has already left this run; call pliant.join once per script"
-            return state, (Refuse(event.peer, reason),)
-        case Greeted() | Waiting() | Training() | Broken() | Cut():
-            reason = f"there is already a worker named {event.worker}; call pliant.join once per process"
-            return state, (Refuse(event.peer, reason),)
-        case _:
-            assert_never(member.link)
-    if event.version != state.version:
-        reason = (
-            f"{event.worker} runs Pliant {event.version} but the coordinator {state.version}; "
-            "install the same version for all"
-        )
-        state = _with(state, replace(member, link=Broken(reason)))
-        return state, (Refuse(event.peer, reason),)
-    return _with(state, replace(member, link=Greeted(event.peer))), (Admit(event.peer, event.worker),)
+def _leaving(state: Roster, worker: Worker, reason: str, now_s: float) -> Step:
+    """A worker asks for an era without it."""
+    slot = slot_of(state, worker.slot)
+    if slot is None or not isinstance(state.stage, Gathering | Running):
+        return state, ()
+    state = with_slot(state, replace(slot, fate=Fate.LEFT))
+    member = worker.standing
+    if isinstance(member, Departing):
+        return state, ()
+    if not isinstance(member, Member):
+        return endings.dismissed(state, worker, reason or "it was asked to go")
+    if member.leaving is not None:
+        return state, ()
+    state = with_standing(state, worker, replace(member, leaving=reason, leaving_s=now_s))
+    why = f" ({reason})" if reason else ""
+    return state, (Note("leaving", f"{worker.name} leaves{why}", worker.name),)
+
+
+def _failed(state: Roster, worker: Worker, event: Failed, now_s: float) -> Step:
+    """A worker cannot go on; the others can, unless it is an error that all make alike."""
+    slot = slot_of(state, worker.slot)
+    assert slot is not None
+    peer = worker.line.peer if isinstance(worker.line, Connected) else None
+    close = () if peer is None else (Close(peer),)
+    state = with_slot(state, replace(slot, failure=event.reason))
+    silent = replace(worker, line=Cut(now_s))
+    state, effects = losses.lose(state, silent, f"failed ({event.reason})", now_s, kind="failed")
+    if event.fatal:
+        reason = event.reason if event.reason.startswith(worker.name) else f"{worker.name} failed: {event.reason}"
+        if state.last_era > 0 and not isinstance(worker.standing, Member | Departing):
+            # A newcomer that asks for something wrong is its own problem.
+            state, effects = slots.given_up(state, replace(slot, failure=event.reason), reason, now_s, status=1)
+        else:
+            state, effects = endings.stop(state, reason, now_s, culprit=slot.name)
+    return state, (*close, *effects)
+
+
+def _finished(state: Roster, worker: Worker, left: bool, now_s: float) -> Step:
+    """A worker has left ``join`` in good order."""
+    close = (Close(worker.line.peer),) if isinstance(worker.line, Connected) else ()
+    if not isinstance(worker.standing, Member | Departing):
+        if state.last_era == 0 and not left:
+            reason = "left pliant.join before training began"
+            return _failed(state, worker, Failed(worker.name, reason, fatal=True), now_s)
+        return endings.gone(state, worker, Fate.LEFT if left else Fate.FINISHED), close
+    if not left:
+        return endings.finished(state, worker, now_s)
+    planned = isinstance(state.course, Planned) and worker.name not in state.course.plan.roster
+    state = endings.gone(state, worker, Fate.LEFT)
+    if isinstance(worker.standing, Member) and not planned and not isinstance(state.course, Idle | Halting):
+        # Nobody had planned to do without it.
+        state = replace(state, broken=f"{worker.name} left", last_loss=(f"{worker.name} left", worker.slot))
+    return state, (*close, Note("left", f"{worker.name} left", worker.name))
 
 
 def _interrupted(state: Roster, event: Interrupted, now_s: float) -> Step:
-    alive = _alive(state)
-    match state.stage:
-        case Stopping(urge=Urge.TERMINATED | Urge.KILLED):
-            # The second Ctrl-C of an impatient user.
-            stage = replace(state.stage, urge=Urge.KILLED, since_s=now_s)
-            return replace(state, stage=stage), tuple(Kill(worker) for worker in alive)
-        case _:
-            reason = "interrupted (Ctrl-C)" if event.signal == 2 else f"ended by signal {event.signal}"
-            stage = Stopping(reason, Urge.TERMINATED, now_s, status=128 + event.signal)
-            state = replace(state, stage=stage)
-            return state, (StopAll(reason), *(Terminate(worker) for worker in alive))
-
-
-def _judged(state: Roster, now_s: float) -> Step:
-    """Stop the run if a worker is lost or failed."""
-    if not isinstance(state.stage, Gathering | Running):
+    agent = agent_of(state, event.agent)
+    if agent is None:
         return state, ()
-    for member in state.members:
-        trouble = _trouble(state, member, now_s)
-        if trouble is not None:
-            reason, status = trouble
-            state, effects = _stop(state, reason, now_s, culprit=member.worker, status=status)
-            silent = isinstance(member.link, Training) and isinstance(member.process, Alive)
-            # Who is silent or stopped would not hear anything gentler.
-            return state, (*effects, Kill(member.worker)) if silent else effects
-    return state, ()
+    if agent.owner:
+        return endings.interrupted(state, event.signal, now_s)
+    if agent.leaving:
+        own = [slot for slot in state.slots if slot.agent == agent.name and isinstance(slot.process, Alive)]
+        return state, tuple(Kill(slot.agent, slot.name) for slot in own)
+    return _going(state, agent.name, "its launcher was interrupted", now_s)
 
 
-def _trouble(state: Roster, member: Member, now_s: float) -> tuple[str, int | None] | None:
-    """Why the run cannot go on because of this worker, and the exit status where it is not the worker's."""
-    match member.link, member.process:
-        case Done(), _:
-            return None
-        case Broken(reason=reason), _:
-            return (reason if reason.startswith(member.worker) else f"{member.worker} failed: {reason}"), None
-        case Away(), Exited(status=0):
-            return (
-                f"{state.script} never called pliant.join: {member.worker} ended without joining; "
-                "wrap the training loop in `with pliant.join(model, optimizer, batch=…) as run:`"
-            ), 1
-        case Away(), Exited(status=status):
-            return f"{member.worker} ended before it called pliant.join ({ending(status)})", None
-        case Away(), Alive():
-            return None
-        case Cut(), Exited(status=status):
-            return _gone(member.worker, status), None
-        case Cut(since_s=since_s), Alive():
-            confirmed = now_s - since_s >= CONFIRM_S
-            return (_lost(member.worker, "its connection closed"), 1) if confirmed else None
-        case ((Greeted() | Waiting() | Training()), Exited(status=status, since_s=since_s)):
-            confirmed = now_s - since_s >= CONFIRM_S
-            return (_gone(member.worker, status), None) if confirmed else None
-        case ((Greeted() | Waiting()), Alive()):
-            return None
-        case Training(beat_s=beat_s), Alive():
-            silent = now_s - beat_s > state.dead_after_s
-            why = f"no sign of life for {state.dead_after_s:g} s"
-            return (_lost(member.worker, why), 1) if silent else None
-
-
-def _gone(worker: WorkerId, status: int) -> str:
-    if status < 0:
-        return _lost(worker, ending(status))
-    if status == QUIET_EXIT:
-        return _lost(worker, "its connection closed")
-    return (
-        f"{worker} ended in the middle of the run ({ending(status)}); "
-        "let the script reach the end of its `with pliant.join(…)` block"
-    )
-
-
-def _lost(worker: WorkerId, why: str) -> str:
-    return f"{worker} was lost ({why}): the roster is fixed, so the run ends; its last output is in logs/{worker}.log"
-
-
-def ending(status: int) -> str:
-    """A wait status in words."""
-    return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-
-
-def _started(state: Roster, now_s: float) -> Step:
-    """Start the first era once everybody is ready and agrees."""
-    if not isinstance(state.stage, Gathering):
+def _going(state: Roster, name: AgentId, why: str, now_s: float) -> Step:
+    """All workers of a launcher are to leave."""
+    agent = agent_of(state, name)
+    if agent is None or agent.leaving or not _is_open(state):
         return state, ()
-    ready = [(m.worker, m.link) for m in state.members]
-    offers = [(worker, link) for worker, link in ready if isinstance(link, Waiting)]
-    differs = difference([(worker, link.terms) for worker, link in offers])
-    if differs is not None:
-        return _stop(state, differs, now_s, status=1)
-    if len(offers) < len(state.members):
-        return state, ()
-    era, attempt = Era(state.last_era + 1), state.last_attempt + 1
-    members = tuple(
-        replace(member, link=Training(link.peer, now_s))
-        for member, (_, link) in zip(state.members, offers, strict=True)
-    )
-    roster = tuple(member.worker for member in members)
-    state = replace(state, members=members, stage=Running(era, attempt), last_era=era, last_attempt=attempt)
-    return state, (StartEra(era, attempt, roster),)
+    state = with_agent(state, replace(agent, leaving=True))
+    return slots.leave_all(state, name, why, now_s)
 
 
-def _stop(state: Roster, reason: str, now_s: float, culprit: WorkerId | None = None, status: int | None = None) -> Step:
-    """Ask the connected to stop; the others cannot hear, so they are terminated."""
-    deaf = [
-        member.worker for member in state.members if isinstance(member.process, Alive) and isinstance(member.link, Away)
-    ]
-    stage = Stopping(reason, Urge.ASKED, now_s, culprit, status)
-    return replace(state, stage=stage), (StopAll(reason), *(Terminate(worker) for worker in deaf))
-
-
-def _urged(state: Roster, now_s: float) -> Step:
-    """Become firmer with every grace that passes."""
-    match state.stage:
-        case Stopping(urge=Urge.ASKED, since_s=since_s) if now_s - since_s >= GRACE_S:
-            stage = replace(state.stage, urge=Urge.TERMINATED, since_s=now_s)
-            return replace(state, stage=stage), tuple(Terminate(worker) for worker in _alive(state))
-        case Stopping(urge=Urge.TERMINATED, since_s=since_s) if now_s - since_s >= GRACE_S:
-            stage = replace(state.stage, urge=Urge.KILLED, since_s=now_s)
-            return replace(state, stage=stage), tuple(Kill(worker) for worker in _alive(state))
-        case _:
-            return state, ()
-
-
-def _settled(state: Roster, now_s: float) -> Step:
-    """End the run when all processes have ended and nothing they said is still on the way."""
-    for member in state.members:
-        match member.process, member.link:
-            case Alive(), _:
-                return state, ()
-            case Exited(since_s=since_s), Greeted() | Waiting() | Training():
-                if now_s - since_s < CONFIRM_S:
-                    return state, ()
-            case Exited(), Away() | Done() | Broken() | Cut():
-                pass
-    over = _conclusion(state)
-    return replace(state, stage=over), (Ended(over.reason, over.completed, over.exit_status),)
-
-
-def _conclusion(state: Roster) -> Over:
-    statuses = {m.worker: m.process.status for m in state.members if isinstance(m.process, Exited)}
-    if isinstance(state.stage, Stopping):
-        stage = state.stage
-        status = stage.status
-        if status is None and stage.culprit is not None:
-            status = statuses.get(stage.culprit)
-        # A worker that failed and still exits 0 or quietly must not make the whole run look well.
-        status = 1 if status in (None, 0, QUIET_EXIT) else status
-        return Over(stage.reason, completed=False, exit_status=shell_status(status))
-    for worker, status in statuses.items():
-        if status != 0:
-            reason = f"{worker} failed after the training had ended ({ending(status)})"
-            return Over(reason, completed=True, exit_status=shell_status(status))
-    return Over("finished", completed=True, exit_status=0)
-
-
-def shell_status(status: int) -> int:
-    """What a shell would report for a wait status."""
-    return 128 - status if status < 0 else status
-
-
-def _farewell(event: Event, reason: str) -> tuple[Effect, ...]:
-    return (Dismiss(event.peer, reason),) if isinstance(event, Arrived) else ()
-
-
-def _alive(state: Roster) -> list[WorkerId]:
-    return [member.worker for member in state.members if isinstance(member.process, Alive)]
-
-
-def _with(state: Roster, member: Member) -> Roster:
-    members = tuple(member if m.worker == member.worker else m for m in state.members)
-    return replace(state, members=members)
+def _is_open(state: Roster) -> bool:
+    return isinstance(state.stage, Gathering | Running)

@@ -9,6 +9,7 @@ Source    ABS-SGD (Zhou et al. 2023) for the overlap; sharing and dealing are ou
 
 from __future__ import annotations
 
+import enum
 import math
 import struct
 import zlib
@@ -18,11 +19,15 @@ from dataclasses import dataclass, field, replace
 from pliant.core import dealing, ledger, pace, rates
 from pliant.core.ledger import Ledger
 from pliant.core.pace import Pacing
+from pliant.core.shares import apportion, cut
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import Span, WorkerId
 
 # An infinite loss now and then is a known cost of low precision; twenty rounds in a row never recover.
 MAX_SKIPPED_IN_A_ROW = 20
+# Most tickets announce nothing, and asking that takes a fraction of the time of masking a flag.
+_NONE = Flag.NONE
+_MOVING = Flag.LEAVING | Flag.READY
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,27 @@ class Policy:
     delay: int = 1
     rule: str = "linear"
     momentum: float = 0.0
+
+
+class Standing(enum.IntEnum):
+    """What a member of the roster can do now."""
+
+    FOLLOWING = 0
+    """does not hold the whole state yet: weight 0, no deals"""
+    ACTIVE = 1
+    LEAVING = 2
+    """draws no more; gone with the next planned era"""
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """A finished top-level phase: what the same call of a newcomer returns."""
+
+    kind: Kind
+    epoch: int
+    result: float | None = None
+    inner: bool = False
+    """called in the body of the loop before it, whose phase had ended: a newcomer does not make this call"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +76,16 @@ class OpenPhase:
     ledger: Ledger
     took_part: tuple[bool, ...]
     """who has handed in a sample in this phase"""
+    present: tuple[bool, ...]
+    """whose script has made this call; the others go along without samples"""
+    seen: bool = False
+    """the last round was seen: an ``evaluate`` may be opened before the round in flight is settled"""
+    resumed: bool = False
+    """an unplanned era has begun since the last round: some may have finished their share outside of ``step``"""
+    inner: bool = False
+    """see ``Past``"""
+    nested: tuple[Past, ...] = ()
+    """finished phases inside this one, in their order"""
     total: float = 0.0
     count: float = 0.0
 
@@ -61,8 +97,11 @@ class Group:
     policy: Policy
     era: int
     roster: tuple[WorkerId, ...]
+    standings: tuple[Standing, ...]
+    exchange: int = 0
+    """exchanges settled so far, of any kind"""
     round: int = 0
-    """rounds settled so far"""
+    """the number of the last settled round; void numbers are passed over"""
     phases: int = 0
     """phases opened so far"""
     samples: int = 0
@@ -75,6 +114,10 @@ class Group:
     evaluating: Pacing = field(default_factory=lambda: pace.unmeasured(1))
     open: tuple[OpenPhase, ...] = ()
     """innermost last: an ``evaluate`` may be called inside a ``batches`` loop"""
+    past: tuple[Past, ...] = ()
+    """finished top-level phases, in their order"""
+    over: bool = False
+    """all scripts have reached their end"""
 
     @property
     def phase(self) -> OpenPhase:
@@ -114,12 +157,15 @@ class Settled:
     ended: bool
     cut: tuple[Span, ...] = ()
     result: float | None = None
+    plan: tuple[int, int] | None = None
+    """(term, era) of the planned era that begins after this exchange"""
 
 
 def founded(policy: Policy, era: int, roster: Sequence[WorkerId]) -> Group:
     """The state at the first era's start."""
     blank = pace.unmeasured(len(roster))
-    return Group(policy, era, tuple(roster), training=blank, evaluating=blank)
+    standings = (Standing.ACTIVE,) * len(roster)
+    return Group(policy, era, tuple(roster), standings, training=blank, evaluating=blank)
 
 
 def digest(group: Group) -> int:
@@ -127,7 +173,7 @@ def digest(group: Group) -> int:
     cursor = group.phase.ledger.cursor if group.open else -1
     limit = -1 if group.samples_limit is None else group.samples_limit
     counters = (group.era, group.round, group.phases, group.samples, cursor, limit)
-    return zlib.crc32(struct.pack("<qqqqqqd", *counters, group.rate.factor))
+    return zlib.crc32(struct.pack("<qqqqqqd", *counters, group.rate.factor) + bytes(group.standings))
 
 
 def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
@@ -135,7 +181,7 @@ def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
     mismatch = compared(group, tickets) or _compare_openings(group, tickets)
     if mismatch:
         return mismatch
-    first = tickets[0]
+    first = next(ticket for ticket in tickets if not ticket.flags & Flag.FOLLOWING)
     limit = first.length
     if first.kind is Kind.TRAIN and group.samples_limit is not None:
         limit = min(limit, max(0, group.samples_limit - group.samples))
@@ -148,10 +194,16 @@ def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
         ahead=tuple(ticket.ahead for ticket in tickets),
         ledger=ledger.opened(limit, len(group.roster)),
         took_part=(False,) * len(group.roster),
+        present=tuple(not ticket.flags & Flag.FOLLOWING for ticket in tickets),
+        inner=bool(first.flags & Flag.INNER),
     )
-    group = replace(group, phases=phase.number, open=(*group.open, phase))
+    # Who leaves says so again in the first round: the journal of an opening does not tell.
+    standings = _ready(group, tickets)
+    group = replace(
+        group, exchange=group.exchange + 1, phases=phase.number, open=(*group.open, phase), standings=standings
+    )
     if limit == 0:
-        return replace(group, open=group.open[:-1])
+        return _closed(group, phase, None)
     return _dealt(group)
 
 
@@ -165,7 +217,7 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
     short = remaining.free == 0
     took_part = tuple(before or ticket.samples > 0 for before, ticket in zip(phase.took_part, tickets, strict=True))
     phase = replace(phase, ledger=remaining, took_part=took_part)
-    broken = any(ticket.flags & Flag.BREAK for ticket in tickets)
+    broken = any(ticket.flags is not _NONE and ticket.flags & Flag.BREAK for ticket in tickets)
     ended = broken or remaining.remaining == 0
     weight = math.fsum(ticket.weight for ticket in tickets)
     total = math.fsum(ticket.loss_sum for ticket in tickets)
@@ -175,8 +227,10 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         group = replace(group, evaluating=pace.measure(group.evaluating, tickets))
         finite = True
     else:
-        finite = not any(ticket.flags & Flag.NONFINITE for ticket in tickets)
+        finite = not any(ticket.flags is not _NONE and ticket.flags & Flag.NONFINITE for ticket in tickets)
         group = _trained(group, tickets, batch, finite=finite, short=short)
+    result = phase.total / phase.count if phase.kind is Kind.EVALUATE and phase.count else None
+    group, phase = _moved(replace(group, exchange=group.exchange + 1), phase, tickets)
     outcome = Settled(
         phase=phase.number,
         kind=phase.kind,
@@ -187,22 +241,265 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         loss=total / weight if weight > 0 and math.isfinite(total) else None,
         applied=finite and weight > 0,
         spans=spans,
-        # Whoever breaks has left its loop body.
-        seen=not broken and _all_work(group, phase, tickets),
+        # Whoever breaks has left its loop body; whose share has grown does not hand in at once.
+        seen=not broken and phase.ledger is remaining and _all_work(group, phase, tickets),
         ended=ended,
-        cut=ledger.unspent(remaining) if ended else (),
-        result=phase.total / phase.count if phase.kind is Kind.EVALUATE and phase.count else None,
+        cut=ledger.unspent(phase.ledger) if ended else (),
+        result=result,
+        plan=agreed_plan(group, tickets),
     )
     if ended:
-        return replace(group, open=group.open[:-1]), outcome
-    return _dealt(replace(group, open=(*group.open[:-1], phase))), outcome
+        return _closed(group, phase, result), outcome
+    group = _dealt(replace(group, open=(*group.open[:-1], replace(phase, seen=outcome.seen, resumed=False))))
+    if outcome.seen:
+        hands = group.phase.ledger.hands
+        if any(hand.granted and not took for hand, took in zip(hands, took_part, strict=True)):
+            # Somebody who went along until now has just been dealt its first samples: it is in no loop body yet.
+            group = replace(group, open=(*group.open[:-1], replace(group.phase, seen=False)))
+            outcome = replace(outcome, seen=False)
+    return group, outcome
+
+
+def speaks(group: Group, member: int) -> bool:
+    """Whether ``member`` has a say in what the next exchange is: it is in the phase's loop, or may be any moment.
+
+    The others (followers, spares, those who leave) learn from the tickets what the group does, and go along.
+    """
+    if not group.open or group.standings[member] is not Standing.ACTIVE:
+        return False
+    phase = group.phase
+    return phase.present[member] and (phase.took_part[member] or phase.ledger.hands[member].granted > 0)
+
+
+def drained(group: Group) -> Group:
+    """The buffers were made equal by an exchange of their own."""
+    return replace(group, exchange=group.exchange + 1)
+
+
+def concluded(group: Group) -> Group:
+    """All scripts have reached their end."""
+    return replace(group, exchange=group.exchange + 1, over=True)
+
+
+def _closed(group: Group, phase: OpenPhase, result: float | None) -> Group:
+    """The innermost phase is over."""
+    finished = Past(phase.kind, phase.epoch, result, phase.inner)
+    outer = group.open[:-1]
+    if not outer:
+        return replace(group, open=(), past=(*group.past, finished))
+    return replace(group, open=(*outer[:-1], replace(outer[-1], nested=(*outer[-1].nested, finished))))
+
+
+# -- who can do what
+
+
+def _ready(group: Group, tickets: Sequence[Ticket]) -> tuple[Standing, ...]:
+    """The standings with those active who hold the whole state now."""
+    return tuple(
+        Standing.ACTIVE if ticket.flags & Flag.READY and standing is Standing.FOLLOWING else standing
+        for standing, ticket in zip(group.standings, tickets, strict=True)
+    )
+
+
+def _moved(group: Group, phase: OpenPhase, tickets: Sequence[Ticket]) -> tuple[Group, OpenPhase]:
+    """Take in who has become ready or entered the phase late, give back the hands of those who leave."""
+    standings = group.standings
+    if any(ticket.flags is not _NONE and ticket.flags & _MOVING for ticket in tickets):
+        standings = tuple(
+            # Who does not hold the state has nothing to leave behind, and must not be taken for one who does.
+            Standing.LEAVING if ticket.flags & Flag.LEAVING and standing is not Standing.FOLLOWING else standing
+            for standing, ticket in zip(_ready(group, tickets), tickets, strict=True)
+        )
+        group = replace(group, standings=standings)
+    elif Standing.LEAVING not in standings:
+        return group, phase
+    held = phase.ledger
+    present, sizes, ahead = list(phase.present), list(phase.sizes), list(phase.ahead)
+    moved = False
+    for member, ticket in enumerate(tickets):
+        # Whoever said so inside a nested phase still holds something of the outer one.
+        if standings[member] is Standing.LEAVING:
+            moved = moved or bool(held.hands[member].queue)
+            held = ledger.give_back(held, member)
+        elif ticket.flags & Flag.READY and not present[member]:
+            moved = True
+            present[member], sizes[member], ahead[member] = True, ticket.size, ticket.ahead
+        elif ticket.flags & Flag.READY:
+            moved = True
+    if not moved:
+        return group, phase
+    phase = replace(phase, ledger=held, present=tuple(present), sizes=tuple(sizes), ahead=tuple(ahead))
+    # With an overlap a spare may have gone along with the contribution in progress already.
+    return group, replace(phase, ledger=_made_up(group, phase, spares=not group.overlap))
+
+
+def _working(group: Group, phase: OpenPhase) -> list[int]:
+    """Members that are dealt samples in this phase."""
+    return [
+        member
+        for member, standing in enumerate(group.standings)
+        if standing is Standing.ACTIVE and phase.present[member]
+    ]
+
+
+def agreed_plan(group: Group, tickets: Sequence[Ticket]) -> tuple[int, int] | None:
+    """The planned era all members are prepared for; never inside a nested phase: a round is in flight there."""
+    plans = {(ticket.plan_term, ticket.plan_era) for ticket in tickets}
+    if len(plans) > 1 or len(group.open) > 1:
+        return None
+    (plan,) = plans
+    return plan if plan[1] > group.era else None
+
+
+# -- eras
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a member brings into an unplanned era, for every open phase from the outermost on."""
+
+    active: bool
+    """it holds the state that the era begins with"""
+    dropped: tuple[int, ...] = ()
+    """micro-batches handed in and not settled: lost with the failed sum"""
+    kept: tuple[int, ...] = ()
+    """micro-batches accumulated since"""
+
+
+def switched(group: Group, era: int, roster: Sequence[WorkerId]) -> Group:
+    """A planned era: who stays keeps everything, who is new follows."""
+    places = [group.roster.index(worker) if worker in group.roster else None for worker in roster]
+    standings = tuple(Standing.FOLLOWING if place is None else group.standings[place] for place in places)
+    before = group
+    group = _with_roster(group, era, roster, places, standings)
+    phases = tuple(_seated(phase, places) for phase in group.open)
+    group = replace(group, open=phases)
+    if not phases or group.phase.kind is not Kind.TRAIN:
+        return group
+    phase, unused = group.phase, [place for place in range(len(before.roster)) if place not in places]
+    if before.overlap != group.overlap and group.policy.floating:
+        phase = replace(phase, ledger=ledger.with_quotas(phase.ledger, quotas=not group.overlap))
+        group = replace(group, open=(*group.open[:-1], phase))
+    if any(before.phase.ledger.hands[place].queue for place in unused) and not phase.seen:
+        # Somebody has gone without a word.
+        phase = replace(phase, ledger=_made_up(group, phase, spares=True))
+        return _dealt(replace(group, open=(*group.open[:-1], phase)))
+    # With an overlap the contribution in progress has to be dealt before anybody is ready: it may have gone along.
+    return _dealt(group) if group.overlap and not before.overlap else group
+
+
+def regrouped(group: Group, era: int, roster: Sequence[WorkerId], entries: Sequence[Entry]) -> Group:
+    """An unplanned era: what was in flight is lost, what was accumulated stays; the next round's number is void."""
+    places = [group.roster.index(worker) if worker in group.roster else None for worker in roster]
+    standings = tuple(
+        group.standings[place]
+        if place is not None and entry.active and group.standings[place] is not Standing.FOLLOWING
+        else Standing.FOLLOWING
+        for place, entry in zip(places, entries, strict=True)
+    )
+    before = group
+    group = _with_roster(group, era, roster, places, standings)
+    group = replace(group, exchange=group.exchange + 1, round=group.round + 1)
+    phases: list[OpenPhase] = []
+    for depth, phase in enumerate(before.open):
+        kept = [
+            ledger.Kept(place, entry.dropped[depth], entry.kept[depth])
+            if place is not None and standing is Standing.ACTIVE and depth < len(entry.kept)
+            else None
+            for place, entry, standing in zip(places, entries, standings, strict=True)
+        ]
+        overlap = len(roster) > 1 and (before.policy.delay == 1 or phase.kind is Kind.EVALUATE)
+        quotas = phase.kind is Kind.TRAIN and (not before.policy.floating or not overlap)
+        held = ledger.regrouped(phase.ledger, kept, quotas=quotas)
+        phases.append(replace(_seated(phase, places), ledger=held, resumed=True))
+    group = replace(group, open=tuple(phases))
+    for depth in range(len(phases)):
+        inner = replace(group, open=group.open[: depth + 1])
+        # Whether anybody is left who is in its loop body, and may open an ``evaluate`` there.
+        inside = zip(inner.phase.took_part, standings, strict=True)
+        seen = inner.phase.seen and any(took and standing is not Standing.FOLLOWING for took, standing in inside)
+        made_up = replace(inner.phase, ledger=_made_up(inner, inner.phase, spares=not seen), seen=seen)
+        inner = replace(inner, open=(*inner.open[:-1], made_up))
+        # Where an ``evaluate`` may be opened now nobody new may begin to work.
+        inner = _dealt(inner, spares=not seen)
+        group = replace(group, open=(*inner.open, *group.open[depth + 1 :]))
+    return group
+
+
+def _with_roster(
+    group: Group,
+    era: int,
+    roster: Sequence[WorkerId],
+    places: Sequence[int | None],
+    standings: tuple[Standing, ...],
+) -> Group:
+    return replace(
+        group,
+        era=era,
+        roster=tuple(roster),
+        standings=standings,
+        training=pace.seated(group.training, places),
+        evaluating=pace.seated(group.evaluating, places),
+    )
+
+
+def _seated(phase: OpenPhase, places: Sequence[int | None]) -> OpenPhase:
+    """The phase with its members in the order of the new roster; newcomers have not made the call."""
+    held = phase.ledger
+    gone = [member for member in range(len(held.hands)) if member not in places]
+    for member in gone:
+        held = ledger.give_back(held, member)
+    hands = tuple(ledger.Hand() if place is None else held.hands[place] for place in places)
+    return replace(
+        phase,
+        sizes=tuple(1 if place is None else phase.sizes[place] for place in places),
+        ahead=tuple(0 if place is None else phase.ahead[place] for place in places),
+        took_part=tuple(False if place is None else phase.took_part[place] for place in places),
+        present=tuple(False if place is None else phase.present[place] for place in places),
+        ledger=replace(held, hands=hands),
+    )
+
+
+def _made_up(group: Group, phase: OpenPhase, *, spares: bool) -> Ledger:
+    """Make a fixed batch whose contribution is in progress up to its size, after hands went back to the pool.
+
+    ``spares``: whoever merely went along until now may get something of it.
+    """
+    policy = group.policy
+    if phase.kind is not Kind.TRAIN or (policy.floating and group.overlap):
+        return phase.ledger
+    if not any(hand.quotas for hand in phase.ledger.hands):
+        # Nobody has computed so far; who begins may have gone along with the contribution in progress already.
+        return ledger.first_only(phase.ledger) if not spares else phase.ledger
+    working = _working(group, phase)
+    if not spares:
+        working = [member for member in working if phase.took_part[member] or phase.ledger.hands[member].granted]
+    held = ledger.first_only(phase.ledger)
+    promised = sum(hand.granted_samples for hand in held.hands)
+    missing = min(policy.batch - promised, held.free)
+    # A micro-batch of a single sample would be worse than a batch that lacks one.
+    if missing < (dealing.LEAST if promised else 1) or not working:
+        return held
+    paces = group.training.paces()
+    more = dealing.without_crumbs(apportion(missing, [paces[m] for m in working]), [paces[m] for m in working])
+    for member, samples in zip(working, more, strict=True):
+        if samples:
+            held = ledger.add_to_first(held, member, cut(samples, phase.sizes[member]))
+    return held
 
 
 def _all_work(group: Group, phase: OpenPhase, tickets: Sequence[Ticket]) -> bool:
     """Whether everyone who takes part is inside its loop body now, and so will return from ``step``."""
-    working = [member for member, took_part in enumerate(phase.took_part) if took_part]
+    if any(ticket.flags is not _NONE and ticket.flags & Flag.READY for ticket in tickets):
+        return False
+    if phase.resumed and not group.overlap:
+        return False
+    hands = phase.ledger.hands
+    working = [member for member in _working(group, phase) if phase.took_part[member] or hands[member].granted]
+    if not all(phase.took_part[member] for member in working):
+        return False
     if group.overlap:
-        return all(_due(phase.ledger.hands[member]) for member in working)
+        return all(_due(hands[member]) for member in working)
     return all(tickets[member].samples > 0 for member in working)
 
 
@@ -226,16 +523,23 @@ class Allowance:
 def allowance(group: Group, member: int, in_flight: int) -> Allowance:
     """The bounds of ``member``'s contribution while ``in_flight`` of its earlier ones (0 or 1) are not settled."""
     phase, policy = group.phase, group.policy
+    if group.standings[member] is not Standing.ACTIVE:
+        return Allowance(micro_batches=0)
     if phase.kind is Kind.TRAIN and (not policy.floating or not group.overlap):
         quotas = phase.ledger.hands[member].quotas
         return Allowance(micro_batches=quotas[in_flight] if in_flight < len(quotas) else 0)
+    working = _working(group, phase)
+    if member not in working:
+        return Allowance(micro_batches=0)
+    sizes = [phase.sizes[m] for m in working]
     if phase.kind is Kind.EVALUATE:
-        return Allowance(seconds=dealing.patience_s(group.evaluating, phase.sizes))
-    seconds = dealing.patience_s(group.training, phase.sizes)
+        return Allowance(seconds=dealing.patience_s(pace.seated(group.evaluating, working), sizes))
+    training = pace.seated(group.training, working)
+    seconds = dealing.patience_s(training, sizes)
     if policy.at_most is None:
         return Allowance(seconds=seconds)
-    limits = dealing.contribution_limits(group.training, policy.at_most, len(group.roster))
-    return Allowance(samples=limits[member], seconds=seconds)
+    limits = dealing.contribution_limits(training, policy.at_most, len(working))
+    return Allowance(samples=limits[working.index(member)], seconds=seconds)
 
 
 def _trained(group: Group, tickets: Sequence[Ticket], batch: int, *, finite: bool, short: bool) -> Group:
@@ -254,16 +558,28 @@ def _trained(group: Group, tickets: Sequence[Ticket], batch: int, *, finite: boo
     )
 
 
-def _dealt(group: Group) -> Group:
+def _dealt(group: Group, *, spares: bool = True) -> Group:
     """Deal within the innermost phase what the workers need until the round after next."""
     phase, policy = group.phase, group.policy
-    pacing = group.training if phase.kind is Kind.TRAIN else group.evaluating
+    working = _working(group, phase)
+    if not spares:
+        working = [member for member in working if speaks(group, member)]
+    if not working:
+        return group
+    pacing = pace.seated(group.training if phase.kind is Kind.TRAIN else group.evaluating, working)
+    sizes, ahead = [phase.sizes[m] for m in working], [phase.ahead[m] for m in working]
+    held = replace(phase.ledger, hands=tuple(phase.ledger.hands[m] for m in working))
     if phase.kind is Kind.TRAIN and (not policy.floating or not group.overlap):
         contributions = 2 if group.overlap else 1
-        after = dealing.fixed(phase.ledger, pacing, policy.batch, phase.sizes, phase.ahead, contributions)
+        after = dealing.fixed(ledger.aligned(held), pacing, policy.batch, sizes, ahead, contributions)
     else:
         at_most = policy.at_most if phase.kind is Kind.TRAIN else None
-        after = dealing.floating(phase.ledger, pacing, at_most, phase.sizes, phase.ahead)
+        after = dealing.floating(held, pacing, at_most, sizes, ahead)
+    if len(working) < len(phase.ledger.hands):
+        hands = list(phase.ledger.hands)
+        for member, hand in zip(working, after.hands, strict=True):
+            hands[member] = hand
+        after = replace(after, hands=tuple(hands))
     return replace(group, open=(*group.open[:-1], replace(phase, ledger=after)))
 
 
@@ -272,11 +588,14 @@ _NAMES = {Kind.TRAIN: "batches", Kind.EVALUATE: "evaluate", Kind.END: "the end o
 
 def compared(group: Group, tickets: Sequence[Ticket]) -> Mismatch | None:
     """Whether all workers are at the same point of the same script; the first difference, by name, if not."""
-    first = tickets[0]
-    for worker, ticket in zip(group.roster[1:], tickets[1:], strict=True):
-        pair = (group.roster[0], worker)
-        opening, other = first.flags & Flag.OPENING, ticket.flags & Flag.OPENING
-        if ticket.kind is not first.kind or opening != other:
+    speaking = _speaking(group, tickets)
+    if not speaking:
+        return None
+    leader, first = speaking[0]
+    for worker, ticket in speaking[1:]:
+        pair = (leader, worker)
+        differs = ticket.flags is not first.flags and (ticket.flags ^ first.flags) & Flag.OPENING
+        if ticket.kind is not first.kind or differs:
             here, there = _doing(first), _doing(ticket)
             return Mismatch(
                 f"{pair[0]} is in {here} while {pair[1]} is in {there}: "
@@ -290,6 +609,12 @@ def compared(group: Group, tickets: Sequence[Ticket]) -> Mismatch | None:
     return None
 
 
+def _speaking(group: Group, tickets: Sequence[Ticket]) -> list[tuple[WorkerId, Ticket]]:
+    """The tickets of those who do not merely go along."""
+    pairs = zip(group.roster, tickets, strict=True)
+    return [(worker, ticket) for worker, ticket in pairs if ticket.flags is _NONE or not ticket.flags & Flag.FOLLOWING]
+
+
 def _doing(ticket: Ticket) -> str:
     if ticket.kind is Kind.END:
         return "the end of the script"
@@ -298,21 +623,21 @@ def _doing(ticket: Ticket) -> str:
 
 
 def _compare_openings(group: Group, tickets: Sequence[Ticket]) -> Mismatch | None:
-    first = tickets[0]
-    for worker, ticket in zip(group.roster[1:], tickets[1:], strict=True):
+    (leader, first), *others = _speaking(group, tickets)
+    for worker, ticket in others:
         if ticket.length != first.length:
             return Mismatch(
-                f"dataset lengths differ: {first.length} samples on {group.roster[0]} but {ticket.length} "
+                f"dataset lengths differ: {first.length} samples on {leader} but {ticket.length} "
                 f"on {worker}; give {_NAMES[first.kind]} the same dataset on every worker"
             )
         if ticket.order != first.order:
             return Mismatch(
-                f"the order of the samples differs between {group.roster[0]} and {worker}: "
+                f"the order of the samples differs between {leader} and {worker}: "
                 "make order= a function of epoch and length alone, and give every worker the same seed"
             )
         if ticket.epoch != first.epoch:
             return Mismatch(
-                f"{group.roster[0]} is in epoch {first.epoch} but {worker} in epoch {ticket.epoch}: "
+                f"{leader} is in epoch {first.epoch} but {worker} in epoch {ticket.epoch}: "
                 "run the same loop on every worker"
             )
     return None

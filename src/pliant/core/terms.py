@@ -49,6 +49,16 @@ def difference(offers: Sequence[tuple[WorkerId, Terms]]) -> str | None:
     return None
 
 
+def length_difference(first: WorkerId, length: int | None, other: WorkerId, others: int | None) -> str | None:
+    """How the datasets of one call differ; None if they agree, or if one is not known."""
+    if length is None or others is None or length == others:
+        return None
+    return (
+        f"dataset lengths differ: {length} samples on {first} but {others} on {other}; "
+        "give every worker the whole dataset"
+    )
+
+
 def _model_difference(
     first: WorkerId, parameters: tuple[Parameter, ...], other: WorkerId, others: tuple[Parameter, ...]
 ) -> str | None:

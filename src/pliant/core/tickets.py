@@ -20,6 +20,8 @@ class Kind(enum.IntEnum):
     TRAIN = 0
     EVALUATE = 1
     END = 2
+    DRAIN = 3
+    """making the buffers equal at the end of a phase"""
 
 
 class Flag(enum.IntFlag):
@@ -32,6 +34,14 @@ class Flag(enum.IntFlag):
     """loss or gradient is infinite or undefined: the group skips the update"""
     BREAK = 4
     """the user's loop was left early: the phase ends after this round"""
+    LEAVING = 8
+    """this worker draws no more; its hand goes back to the pool"""
+    READY = 16
+    """a follower that holds the whole state now, and whose script is in the phase: it computes from here on"""
+    FOLLOWING = 32
+    """this worker has nothing to say: it goes along with whatever the others do"""
+    INNER = 64
+    """an ``evaluate`` called in the body of a loop whose last round has just ended its phase"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +80,14 @@ class Ticket:
     scale: float = 1.0
     digest: int = 0
     """of the replicated state this worker holds"""
+    exchange: int = 0
+    """exchanges this worker has settled"""
+    plan_term: int = 0
+    plan_era: int = 0
+    """the planned era (and its coordinator's term) that this worker is prepared for; 0: none"""
 
 
-_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQ")
+_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqq")
 
 
 def packed_size(bits: int) -> int:
@@ -104,6 +119,9 @@ def pack(ticket: Ticket, bitmap: int, bits: int) -> bytes:
         ticket.squared_norm,
         ticket.scale,
         ticket.digest,
+        ticket.exchange,
+        ticket.plan_term,
+        ticket.plan_era,
     )
     return head + bitmap.to_bytes((bits + 7) // 8, "little")
 

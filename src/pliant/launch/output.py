@@ -2,7 +2,8 @@
 
 Question  How do several processes print to one terminal so that a person can read it?
 Holds     Only whole lines are shown. A progress bar that redraws its line is shown at most once a second. A
-          traceback that all workers raise is shown once; nothing else is left out.
+          traceback that all workers raise is shown once; nothing else is left out. Of each worker the last exception
+          is known in one line.
 Source    ours.
 """
 
@@ -96,3 +97,22 @@ class TracebackFilter:
         """What is left when no more comes."""
         block, self._block = self._block, []
         return block if block and self._seen.is_new(block) else []
+
+
+class LastError:
+    """The exception with which the last traceback of one worker ended: ``ValueError: boom``."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._prefix: str | None = None
+
+    def feed(self, line: str) -> None:
+        """Take one line of standard error."""
+        prefix, found, _ = line.partition(_TRACEBACK)
+        if found:
+            # torch puts ``[rank0]: `` before each line; the tree of an exception group has no line of its own.
+            self._prefix = prefix if not prefix.startswith(" ") else None
+        elif self._prefix is not None and line.startswith(self._prefix):
+            text = line.removeprefix(self._prefix)
+            if text and not text.startswith((" ", "\t")):
+                self.text, self._prefix = text.rstrip(), None

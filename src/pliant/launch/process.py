@@ -1,8 +1,9 @@
-"""One worker's process on this machine.
+"""Processes of a launcher on this machine.
 
-Question  How is a worker started, listened to, signalled and cleaned up after?
-Holds     A worker leads its own process group; when it ends, whatever is left of the group is killed before
-          its pid is released, so no signal can reach a stranger. All output is in its log, byte for byte.
+Question  How is a process started, listened to, signalled and cleaned up after?
+Holds     A process leads its own process group; when it ends, whatever is left of the group is killed before its pid
+          is released, so no signal can reach a stranger. Killed with the launcher, whatever ends that. All output of
+          a worker is in its log, byte for byte.
 Source    waitid(2) with WNOWAIT; DESIGN: our own processes are subprocesses, never forks.
 """
 
@@ -16,71 +17,138 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Literal
 
 from pliant.launch import child
-from pliant.launch.output import LineSplitter, SeenTracebacks, TracebackFilter
-from pliant.types import WorkerId
+from pliant.launch.output import LastError, LineSplitter, SeenTracebacks, TracebackFilter
 
 Stream = Literal["stdout", "stderr"]
 _CHUNK = 1 << 16
 
 
-class WorkerProcess:
-    """A running worker. ``show`` gets its lines, ``ended`` its wait status, both in the event loop."""
+class Owned:
+    """A running process. ``ended`` gets its wait status, in the event loop, once."""
 
     def __init__(
         self,
-        worker: WorkerId,
+        command: Sequence[str],
+        environment: dict[str, str],
+        ended: Callable[[int], None],
+        output: int | IO[bytes] = subprocess.PIPE,
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ended = ended
+        self.process = subprocess.Popen(
+            # Without site and the user's environment this first program takes some ten milliseconds.
+            [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            # A file object without a buffer: reads return what is there.
+            bufsize=0,
+            start_new_session=True,
+            pass_fds=descriptors,
+        )
+        threading.Thread(target=self._wait, name=f"wait-{self.process.pid}", daemon=True).start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Its end was not told yet."""
+        return self.process.returncode is None
+
+    def signal(self, number: int) -> None:
+        """Signal the process itself: its children follow it, and would complain if signalled first."""
+        if self.is_alive:
+            # Not Popen.send_signal, which reaps a process that has just ended: its end would never be told.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process and all its children."""
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def dispose(self) -> None:
+        """Kill and reap, if that has not happened yet; its end is not told any more."""
+        if self.is_alive:
+            self.kill()
+            self.process.wait()
+
+    def _wait(self) -> None:
+        """In a thread: wait without reaping, so that the pid stays ours until the group is cleaned up."""
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        # The loop is closed when the launcher itself failed.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._finish)
+
+    def _finish(self) -> None:
+        if self.is_alive:
+            self.kill()
+            self._ended(self.process.wait())
+
+
+class WorkerProcess:
+    """A worker's process. ``show`` gets its lines, ``ended`` its wait status, both in the event loop."""
+
+    def __init__(
+        self,
+        slot: str,
         log: Path,
         seen: SeenTracebacks,
-        show: Callable[[WorkerId, str, Stream], None],
-        ended: Callable[[WorkerId, int], None],
+        show: Callable[[str, str, Stream], None],
+        ended: Callable[[WorkerProcess, int], None],
     ) -> None:
-        self.worker = worker
+        self.slot = slot
         self._log = log.open("ab")
         self._show = show
         self._ended = ended
         self._splitters: dict[Stream, LineSplitter] = {"stdout": LineSplitter(), "stderr": LineSplitter()}
         self._tracebacks = TracebackFilter(seen)
+        self._last_error = LastError()
         self._loop = asyncio.get_running_loop()
         self._pipes: dict[Stream, IO[bytes]] = {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._owned: Owned | None = None
 
-    def start(self, command: list[str], environment: dict[str, str]) -> None:
+    def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
         """Start the command in a session of its own."""
-        process = subprocess.Popen(
-            # Without site and the user's environment this first program takes some ten milliseconds.
-            [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), *command],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            # A file object without a buffer: reads return what is there.
-            bufsize=0,
-            start_new_session=True,
-        )
+        self._owned = Owned(command, environment, self._finish)
+        process = self._owned.process
         assert process.stdout is not None and process.stderr is not None
-        self._process = process
         self._pipes = {"stdout": process.stdout, "stderr": process.stderr}
         for stream, pipe in self._pipes.items():
             os.set_blocking(pipe.fileno(), False)
             self._loop.add_reader(pipe.fileno(), self._read, stream)
-        threading.Thread(target=self._wait, args=(process.pid,), name=f"wait-{self.worker}", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """0 before the start."""
+        return self._owned.process.pid if self._owned is not None else 0
+
+    @property
+    def is_alive(self) -> bool:
+        """Started, and its end was not told yet."""
+        return self._owned is not None and self._owned.is_alive
+
+    @property
+    def error(self) -> str:
+        """Its last exception in one line, if it printed a traceback."""
+        return self._last_error.text
 
     def signal(self, number: int) -> None:
-        """Signal the worker itself: its loaders follow it, and would complain if signalled first."""
-        if self._process is not None and self._process.returncode is None:
-            # Not Popen.send_signal, which reaps a worker that has just ended: its end would never be told.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, number)
+        """Signal the worker itself."""
+        if self._owned is not None:
+            self._owned.signal(number)
 
     def kill(self) -> None:
         """Kill the worker and all its children."""
-        if self._process is not None and self._process.returncode is None:
-            self._kill_group()
+        if self._owned is not None:
+            self._owned.kill()
 
     def pause(self) -> None:
         """Show what was held back in hope of more."""
@@ -88,35 +156,17 @@ class WorkerProcess:
 
     def dispose(self) -> None:
         """Kill and reap, if that has not happened yet; for launchers that fail themselves."""
-        if self._process is not None and self._process.returncode is None:
-            self._kill_group()
-            self._process.wait()
+        if self._owned is not None:
+            self._owned.dispose()
         self._release()
 
-    def _kill_group(self) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _wait(self, pid: int) -> None:
-        """In a thread: wait without reaping, so that the pid stays ours until the group is cleaned up."""
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        # The loop is closed when the launcher itself failed.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._finish)
-
-    def _finish(self) -> None:
-        if self._process is None or self._process.returncode is not None:
-            return
-        self._kill_group()
-        status = self._process.wait()
+    def _finish(self, status: int) -> None:
         for stream in tuple(self._pipes):
             while self._read(stream):
                 pass
             self._end_stream(stream)
         self._release()
-        self._ended(self.worker, status)
+        self._ended(self, status)
 
     def _read(self, stream: Stream) -> bool:
         """Take what is in the pipe; False if there is nothing."""
@@ -135,12 +185,14 @@ class WorkerProcess:
 
     def _show_lines(self, stream: Stream, lines: list[str], now_s: float) -> None:
         if stream == "stderr":
+            for line in lines:
+                self._last_error.feed(line)
             lines = [shown for line in lines for shown in self._tracebacks.feed(line, now_s)]
         self._show_all(stream, lines)
 
     def _show_all(self, stream: Stream, lines: list[str]) -> None:
         for line in lines:
-            self._show(self.worker, line, stream)
+            self._show(self.slot, line, stream)
 
     def _end_stream(self, stream: Stream) -> None:
         self._show_lines(stream, self._splitters[stream].end(), time.monotonic())

@@ -1,82 +1,81 @@
 """The coordinator's loop.
 
-Question  How do messages and process ends become events, and how are the effects carried out?
-Holds     One method takes one event; the clock is passed in. All decisions are ``core.roster``'s. The journal
-          is written here only, in whole lines, each batch handed to the system before the next event is taken.
-Source    ours; docs/protocol.md.
+Question  How do messages become events, and how are the effects carried out?
+Holds     One method takes one event; the clock is passed in. All decisions are ``core.roster``'s. Workers' records are
+          written by number, each once and in order, and acknowledged when they are handed to the system.
+Source    ours; docs/protocol.md, docs/design/0007-elastic.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, assert_never
 
 import msgspec
 
 from pliant.control import messages
-from pliant.control.app import Peer
-from pliant.core import events, journal, members, roster
-from pliant.core.terms import Terms
-from pliant.errors import JournalError, UsageError
+from pliant.core import events, journal, members, roster, slots
+from pliant.errors import JournalError
+from pliant.runtime import translation
+from pliant.runtime.journaling import FROM_WORKERS, JournalFile, Numbered
 from pliant.runtime.status import Status, Tally
 from pliant.types import WorkerId
 
-_FROM_WORKERS = (
-    journal.PolicyRecord,
-    journal.PhaseRecord,
-    journal.RoundRecord,
-    journal.ExchangeRecord,
-    journal.PhaseEndRecord,
-)
-"""Runs, eras and ends are the coordinator's own to write."""
+__all__ = ["Charter", "Coordinator", "Journal", "JournalFile", "Peer"]
+
+WRITTEN_EVERY_S = 0.2
+"""How often members are told what is on disk, at most: they only have to keep what is not."""
+
+STATUS_EVERY_S = 0.2
+"""How often launchers are told how the run is getting on."""
+
+EVENTS_KEPT = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Charter:
-    """What is fixed for a run before it starts."""
+    """What is fixed for a run before it starts. ``workers`` is how many its launcher begins with."""
 
     job: str
     script: str
-    workers: tuple[WorkerId, ...]
     version: str
+    workers: int = 1
     dead_after_s: float = members.DEAD_AFTER_S
+    min_workers: int = 1
+    max_workers: int | None = None
+    grace_s: float = members.GRACE_S
+
+    @property
+    def rules(self) -> members.Rules:
+        """What the decisions depend on."""
+        return members.Rules(self.script, self.version, self.min_workers, self.max_workers, self.grace_s)
 
 
-class Processes(Protocol):
-    """The launcher, as the coordinator sees it."""
+class Peer(Protocol):
+    """One connection. ``send`` and ``close`` return at once."""
 
-    def terminate(self, worker: WorkerId) -> None: ...
-    def kill(self, worker: WorkerId) -> None: ...
-    def note(self, text: str) -> None: ...
-    def ended(self, end: events.Ended) -> None: ...
+    @property
+    def number(self) -> int: ...
+    def send(self, message: messages.FromCoordinator | messages.ToAgent) -> None: ...
+    def close(self) -> None: ...
 
 
-class JournalFile:
-    """Appends checksummed lines to a new file."""
+class Journal(Protocol):
+    """Where records are appended: a ``JournalFile``, or a list in a simulation."""
 
-    def __init__(self, path: Path) -> None:
-        try:
-            self._file = path.open("xb", buffering=0)
-        except FileExistsError as error:
-            raise UsageError(
-                f"{path} already holds the journal of a run; give another --dir, or move that run away"
-            ) from error
-        self._chain = 0
+    def append(self, records: list[journal.Record]) -> None: ...
+    def close(self) -> None: ...
 
-    def append(self, records: list[journal.Record]) -> None:
-        """Hand whole lines to the system."""
-        lines: list[bytes] = []
-        for record in records:
-            text, self._chain = journal.line(journal.encode(record), self._chain)
-            lines.append(text)
-        # Unbuffered: what could not be written now must not turn up behind what comes later.
-        self._file.write(b"".join(lines))
 
-    def close(self) -> None:
-        """Nothing can be appended any more."""
-        self._file.close()
+class Happening(msgspec.Struct, frozen=True):
+    """One notable event of a run, for people and programs."""
+
+    unix_s: float
+    kind: str
+    worker: str
+    text: str
 
 
 class Coordinator:
@@ -85,21 +84,63 @@ class Coordinator:
     def __init__(
         self,
         charter: Charter,
-        journal_file: JournalFile,
-        processes: Processes,
+        journal_file: Journal,
         clock: Callable[[], float],
         started_unix_s: float,
+        *,
+        term: int = 1,
+        records: Sequence[journal.Record] | None = None,
     ) -> None:
+        now_s = clock()
         self.charter = charter
+        self.end: events.Ended | None = None
+        """how the run ended; None while it goes on"""
         self._journal = journal_file
-        self._processes = processes
         self._clock = clock
-        self._state = roster.gathered(charter.workers, charter.script, charter.version, charter.dead_after_s)
-        self._tally = Tally(charter.job, [member.worker for member in self._state.members])
+        self._unix_offset_s = started_unix_s - now_s
+        self._tally = Tally(charter.job, term)
+        self._lines = Numbered()
+        self._told = 0
+        self._told_s = self._shown_s = now_s
         self._peers: dict[int, Peer] = {}
         self._worker_of: dict[int, WorkerId] = {}
         self._peer_of: dict[WorkerId, Peer] = {}
-        self._write([journal.RunRecord(charter.job, charter.version, started_unix_s)])
+        self._agents: dict[int, Peer] = {}
+        self._agent_of: dict[int, events.AgentId] = {}
+        self._agent_peer: dict[events.AgentId, Peer] = {}
+        self._keys: dict[int, dict[str, bytes]] = {}
+        self._rosters: dict[int, tuple[WorkerId, ...]] = {}
+        self._happenings: deque[Happening] = deque(maxlen=EVENTS_KEPT)
+        if records is None:
+            self._state = roster.gathered(charter.rules, term, charter.dead_after_s, now_s)
+            self._write([journal.RunRecord(charter.job, charter.version, started_unix_s)])
+        else:
+            self._state = self._resumed(records, term, now_s)
+
+    @classmethod
+    def resumed(
+        cls,
+        charter: Charter,
+        journal_file: Journal,
+        records: Sequence[journal.Record],
+        term: int,
+        clock: Callable[[], float],
+        started_unix_s: float,
+    ) -> Coordinator:
+        """One that takes a lost one's place, with what that one had written."""
+        return cls(charter, journal_file, clock, started_unix_s, term=term, records=records)
+
+    def _resumed(self, records: Sequence[journal.Record], term: int, now_s: float) -> members.Roster:
+        self._tally.resume(records, now_s)
+        self._lines = Numbered(sum(isinstance(record, FROM_WORKERS) for record in records))
+        self._told = self._lines.written
+        last = next((record for record in reversed(records) if isinstance(record, journal.EraRecord)), None)
+        names = [WorkerId(name) for name in last.roster] if last is not None else []
+        era = last.era if last is not None else 0
+        # What is written was settled: nobody may begin anew.
+        settled = max(self._tally.status.rounds, min(1, self._lines.written))
+        rules, dead_after_s = self.charter.rules, self.charter.dead_after_s
+        return roster.resumed(rules, term, dead_after_s, now_s, era, names, settled)
 
     # events
 
@@ -107,41 +148,116 @@ class Coordinator:
         """Take one event and carry out what follows from it."""
         self._state, effects = roster.advance(self._state, event, now_s)
         for effect in effects:
-            self._carry_out(effect)
-        self._describe()
-        self._tally.tick(now_s)
+            self._carry_out(effect, now_s)
+        if effects or isinstance(event, events.Tick):
+            self._describe()
+        if isinstance(event, events.Tick):
+            self._tally.tick(now_s)
+            self._tell(now_s)
 
     def connected(self, peer: Peer) -> None:
-        """A connection was opened; it has to introduce itself before anything else."""
+        """A worker's connection was opened; it has to introduce itself before anything else."""
         self._peers[peer.number] = peer
 
     def received(self, peer: Peer, message: messages.FromWorker) -> None:
         """One message of a worker."""
         worker = self._worker_of.get(peer.number)
         if isinstance(message, messages.Hello):
-            arrived = events.Arrived(peer.number, WorkerId(message.worker), message.version)
-            self.handle(arrived, self._clock())
+            self.handle(translation.arrival(peer.number, message), self._clock())
         elif worker is not None:
-            self._heard(worker, message)
+            self._heard(worker, message, self._clock())
 
     def closed(self, peer: Peer) -> None:
-        """A connection is gone."""
-        del self._peers[peer.number]
+        """A worker's connection is gone."""
+        self._peers.pop(peer.number, None)
         worker = self._worker_of.pop(peer.number, None)
         if worker is not None:
-            del self._peer_of[worker]
-            self.handle(events.ConnectionLost(worker), self._clock())
+            if self._peer_of.get(worker) is peer:
+                del self._peer_of[worker]
+            self.handle(events.ConnectionLost(worker, peer.number), self._clock())
 
-    # answers
+    def agent_connected(self, peer: Peer) -> None:
+        """A launcher's connection was opened."""
+        self._agents[peer.number] = peer
+
+    def agent_received(self, peer: Peer, message: messages.FromAgent) -> None:
+        """One message of a launcher."""
+        now_s = self._clock()
+        agent = self._agent_of.get(peer.number)
+        match message:
+            case messages.Enlist():
+                if self.end is not None:
+                    self._send_over(peer, self.end)
+                elif agent is None:
+                    self.handle(translation.enlistment(peer.number, message), now_s)
+            case messages.Exited(slot=slot, pid=pid, status=status, error=error) if agent is not None:
+                self.handle(
+                    events.ProcessExited(agent, events.SlotId(slot), pid, status, translation.first_line(error)), now_s
+                )
+            case messages.Interrupted(signal=signal) if agent is not None:
+                self.handle(events.Interrupted(agent, signal), now_s)
+            case messages.Noticed() if agent is not None:
+                self.handle(events.Noticed(agent), now_s)
+            case _:
+                # Nobody has introduced it.
+                pass
+
+    def agent_closed(self, peer: Peer) -> None:
+        """A launcher's connection is gone."""
+        self._agents.pop(peer.number, None)
+        agent = self._agent_of.pop(peer.number, None)
+        if agent is not None:
+            if self._agent_peer.get(agent) is peer:
+                del self._agent_peer[agent]
+            self.handle(events.AgentLost(agent, peer.number), self._clock())
+
+    # people
+
+    def scale(self, workers: int) -> tuple[int, str]:
+        """Have so many workers; an HTTP status and one line."""
+        refusal = slots.scale_refusal(self._state, workers)
+        if refusal is not None:
+            return 422, refusal
+        self.handle(events.Scaled(workers), self._clock())
+        return 200, f"{workers} workers are wanted"
+
+    def drain(self, worker: str) -> tuple[int, str]:
+        """Let a worker leave; an HTTP status and one line."""
+        slot, refusal = slots.drain_refusal(self._state, worker)
+        if slot is None:
+            return 404, refusal
+        if refusal:
+            return 409, refusal
+        self.handle(events.Drained(slot), self._clock())
+        return 200, f"{worker} leaves after its round"
 
     def status(self) -> bytes:
         """The run's status as JSON."""
         return msgspec.json.encode(self.current)
 
+    def happenings(self) -> bytes:
+        """The last notable events as a JSON list, one per line, newest last."""
+        return b"[" + b",\n ".join(msgspec.json.encode(happening) for happening in self._happenings) + b"]\n"
+
     @property
     def current(self) -> Status:
         """The run's status; the same object all the time."""
         return self._tally.status
+
+    @property
+    def state(self) -> members.Roster:
+        """What the decisions are based on; for tests and simulations."""
+        return self._state
+
+    @property
+    def written(self) -> int:
+        """How many records of workers are on disk."""
+        return self._lines.written
+
+    @property
+    def has_agents(self) -> bool:
+        """Whether a launcher is connected."""
+        return bool(self._agents)
 
     def figures(self) -> Mapping[str, float]:
         """The run's numbers for its metrics."""
@@ -150,56 +266,87 @@ class Coordinator:
         return {
             "samples": status.samples_total,
             "rounds": status.rounds,
+            "eras": status.eras,
+            "restarts": status.restarts,
+            "era": status.era,
+            "term": status.term,
             "workers": sum(worker.state == "training" for worker in status.workers),
             **{name: value for name, value in known.items() if value is not None},
         }
 
-    def _heard(self, worker: WorkerId, message: messages.FromWorker) -> None:
-        now_s = self._clock()
+    # what workers say
+
+    def _heard(self, worker: WorkerId, message: messages.FromWorker, now_s: float) -> None:
         match message:
-            case messages.Hello():
-                pass
-            case messages.Ready(signature=signature):
-                self.handle(_offer(worker, signature), now_s)
             case messages.Put(attempt=attempt, key=key, value=value):
                 self._push(worker, messages.Push(attempt, key, value))
-            case messages.Beat(round=number, progress=progress):
-                self.handle(events.Beaten(worker, number, progress), now_s)
-            case messages.Lines(records=records):
-                self._record(worker, records, now_s)
-            case messages.Failed(reason=reason):
-                # The rest of a long message is in the worker's own output.
-                first_line = next(iter(reason.strip().splitlines()), "no reason given")
-                self.handle(events.Failed(worker, first_line), now_s)
-            case messages.Finished():
-                self.handle(events.Finished(worker), now_s)
+            case messages.Lines(first=first, records=records):
+                self._record(worker, first, records, now_s)
             case messages.Plan(epochs=epochs, samples=samples):
                 self._tally.plan(epochs, samples)
+            case messages.Hello():
+                pass
+            case _:
+                self.handle(self._event(worker, message), now_s)
+
+    def _event(self, worker: WorkerId, message: messages.FromWorker) -> events.OfWorker:
+        match message:
+            case messages.Ready():
+                return self._offer(worker, message)
+            case messages.Beat():
+                m = message
+                return events.Beaten(worker, m.round, m.progress, m.waiting, m.usual_s, m.active, m.era)
+            case messages.Leaving(reason=reason):
+                return events.Leaving(worker, reason)
+            case messages.Stopped(era=era, exchange=exchange, active=active, failed=failed):
+                return events.Stopped(worker, era, exchange, active, translation.first_line(failed))
+            case messages.Entered(era=era, exchange=exchange):
+                return events.Entered(worker, era, exchange)
+            case messages.Failed(reason=reason, fatal=fatal):
+                return events.Failed(worker, translation.first_line(reason) or "no reason given", fatal)
+            case messages.Finished(left=left):
+                return events.Finished(worker, left)
+            case messages.Hello() | messages.Put() | messages.Lines() | messages.Plan():
+                raise AssertionError("not an event of the roster")
             case _:
                 assert_never(message)
 
-    def _push(self, sender: WorkerId, push: messages.Push) -> None:
-        stage = self._state.stage
-        if not isinstance(stage, members.Running) or push.attempt != stage.attempt:
-            return
-        for worker, peer in self._peer_of.items():
-            if worker != sender:
-                peer.send(push)
+    def _offer(self, worker: WorkerId, ready: messages.Ready) -> events.Offered:
+        try:
+            dead_after_s = float(ready.signature.settings["dead_after"])
+        except (KeyError, ValueError):
+            dead_after_s = None
+        length: int | None = None
+        recorded: int | None = None
+        call, calls = ready.call, self._tally.calls
+        # Where the tasks differ, the group says so when the call is made.
+        if call is not None and 0 <= call.place < len(calls) and calls[call.place].task == call.task:
+            length, recorded = call.length, calls[call.place].length
+        return events.Offered(worker, translation.terms(ready.signature), ready.address, dead_after_s, length, recorded)
 
-    def _record(self, worker: WorkerId, payloads: list[bytes], now_s: float) -> None:
+    def _push(self, sender: WorkerId, push: messages.Push) -> None:
+        """Hand a key on to the members of its attempt; kept for those who come back to it."""
+        if push.attempt not in self._rosters:
+            return
+        self._keys[push.attempt][push.key] = push.value
+        self._send(push, (name for name in self._rosters[push.attempt] if name != sender))
+
+    def _record(self, worker: WorkerId, first: int, payloads: list[bytes], now_s: float) -> None:
         try:
             records = [journal.decode(payload) for payload in payloads]
         except JournalError as error:
             self.handle(events.Failed(worker, f"sent what is {error}"), now_s)
             return
-        foreign = [record for record in records if not isinstance(record, _FROM_WORKERS)]
-        if foreign or worker != self._state.members[0].worker:
+        if not all(isinstance(record, FROM_WORKERS) for record in records):
             self.handle(events.Failed(worker, "sent journal records that are not its own to write"), now_s)
             return
-        self._write(records)
+        if records:
+            # Lines leave a worker when everybody has settled an exchange: there is a state that a new start would lose.
+            self._state = replace(self._state, settled=max(self._state.settled, 1))
+        self._write(self._lines.taken(first, records))
 
     def _write(self, records: list[journal.Record]) -> None:
-        if self.current.ended is not None:
+        if self.current.ended is not None or not records:
             return
         now_s = self._clock()
         for record in records:
@@ -212,76 +359,158 @@ class Coordinator:
 
     # effects
 
-    def _carry_out(self, effect: events.Effect) -> None:
+    def _carry_out(self, effect: events.Effect, now_s: float) -> None:
         match effect:
-            case events.Admit(peer=number, worker=worker):
-                self._worker_of[number] = worker
-                self._peer_of[worker] = self._peers[number]
-                self._peers[number].send(messages.Welcome(self.charter.job, self._state.dead_after_s))
-            case events.Refuse(peer=number, reason=reason):
-                self._send_last(number, messages.Refuse(reason))
-            case events.Dismiss(peer=number, reason=reason):
-                self._send_last(number, messages.Stop(reason))
-            case events.StartEra(era=era, attempt=attempt, roster=names):
-                self._write([journal.EraRecord(era, list(names))])
-                self._send_all(messages.EraStart(era, attempt, list(names)))
-            case events.Release(worker=worker):
-                if worker in self._peer_of:
-                    self._peer_of[worker].close()
+            case events.Admit() | events.Refuse() | events.Dismiss() | events.Close():
+                self._answer(effect)
+            case events.StartEra() | events.PlanEra() | events.BreakEra():
+                self._announce(effect)
+            case events.AskToLeave(worker=worker, reason=reason):
+                self._send(messages.Leave(reason), (worker,))
             case events.StopAll(reason=reason):
-                self._send_all(messages.Stop(reason))
-            case events.Terminate(worker=worker):
-                self._processes.terminate(worker)
-            case events.Kill(worker=worker):
-                self._processes.kill(worker)
-            case events.Note(text=text):
-                self._processes.note(text)
+                self._send(messages.Stop(reason), tuple(self._peer_of))
+            case events.Enroll():
+                self._enroll(effect, now_s)
+            case events.Start(agent=agent, slot=slot):
+                self._send_agent(agent, messages.Start(slot))
+            case events.Terminate(agent=agent, slot=slot):
+                self._send_agent(agent, messages.Terminate(slot))
+            case events.Kill(agent=agent, slot=slot):
+                self._send_agent(agent, messages.Kill(slot))
+            case events.ReleaseAgent(agent=agent, reason=reason, exit_status=status):
+                self._send_agent(agent, messages.Over(reason, completed=status == 0, exit_status=status))
+            case events.Note():
+                self._note(effect, now_s)
             case events.Ended():
                 self._end(effect)
             case _:
                 assert_never(effect)
 
+    def _answer(self, effect: events.Admit | events.Refuse | events.Dismiss | events.Close) -> None:
+        """Say yes or no to a connection, of a worker or of a launcher."""
+        peer = self._peers.get(effect.peer) or self._agents.get(effect.peer)
+        if peer is None:
+            return
+        match effect:
+            case events.Admit(worker=worker, running=running):
+                self._worker_of[peer.number] = worker
+                self._peer_of[worker] = peer
+                peer.send(self._welcome(worker, running))
+                return
+            case events.Refuse(reason=reason, again=again):
+                peer.send(messages.Refuse(reason, again))
+            case events.Dismiss(reason=reason, completed=completed):
+                peer.send(messages.Stop(reason, completed))
+            case events.Close():
+                pass
+        self._forget(peer)
+        peer.close()
+
+    def _forget(self, peer: Peer) -> None:
+        """Whatever it still says does not count."""
+        worker = self._worker_of.pop(peer.number, None)
+        if worker is not None and self._peer_of.get(worker) is peer:
+            del self._peer_of[worker]
+        agent = self._agent_of.pop(peer.number, None)
+        if agent is not None and self._agent_peer.get(agent) is peer:
+            del self._agent_peer[agent]
+
+    def _welcome(self, worker: WorkerId, running: bool) -> messages.Welcome:
+        return messages.Welcome(
+            job=self.charter.job,
+            worker=worker,
+            term=self._state.term,
+            dead_after_s=self._state.dead_after_s,
+            written=self._lines.written,
+            running=running,
+            past=list(self._tally.past),
+        )
+
+    def _announce(self, effect: events.StartEra | events.PlanEra | events.BreakEra) -> None:
+        term = self._state.term
+        if isinstance(effect, events.BreakEra):
+            self._send(messages.Broken(term, effect.era, effect.reason), effect.to)
+            return
+        names = translation.texts(effect.roster)
+        addresses = translation.addressed(dict(effect.addresses))
+        match effect:
+            case events.StartEra(era=era, attempt=attempt, donor=donor, exchange=exchange):
+                message = messages.EraStart(term, era, attempt, names, donor, exchange, addresses)
+            case events.PlanEra(era=era, attempt=attempt, donor=donor):
+                message = messages.EraPlan(term, era, attempt, names, donor, addresses)
+        if attempt not in self._rosters:
+            # Nothing that is formed now can be of an older attempt.
+            self._rosters, self._keys = {attempt: effect.roster}, {attempt: {}}
+        self._send(message, effect.to)
+        for key, value in self._keys[attempt].items():
+            self._send(messages.Push(attempt, key, value), effect.to)
+        self._acknowledge(self._clock())
+
+    def _enroll(self, effect: events.Enroll, now_s: float) -> None:
+        peer = self._agents.get(effect.peer)
+        if peer is None:
+            # It went while it had to wait.
+            self.handle(events.AgentLost(effect.agent, effect.peer), now_s)
+            return
+        self._agent_of[peer.number] = effect.agent
+        self._agent_peer[effect.agent] = peer
+        peer.send(messages.Enlisted(self.charter.job, effect.agent, self._state.term, list(effect.slots)))
+
+    def _note(self, note: events.Note, now_s: float) -> None:
+        self._happenings.append(Happening(now_s + self._unix_offset_s, note.kind, note.worker, note.text))
+        if not note.quiet:
+            for peer in self._agent_peer.values():
+                peer.send(messages.Note(note.text))
+
     def _end(self, end: events.Ended) -> None:
         self._write([journal.EndRecord(end.reason, end.completed)])
         self._journal.close()
-        self._processes.ended(end)
+        self.end = end
+        self._describe()
+        for peer in list(self._agent_peer.values()):
+            self._send_over(peer, end)
 
-    def _send_last(self, number: int, message: messages.FromCoordinator) -> None:
-        self._peers[number].send(message)
-        self._peers[number].close()
+    def _send_over(self, peer: Peer, end: events.Ended) -> None:
+        peer.send(messages.StatusUpdate(self.status()))
+        peer.send(messages.Over(end.reason, end.completed, end.exit_status))
 
-    def _send_all(self, message: messages.FromCoordinator) -> None:
-        for peer in self._peer_of.values():
+    def _send(self, message: messages.FromCoordinator, to: Iterable[WorkerId]) -> None:
+        for name in to:
+            peer = self._peer_of.get(name)
+            if peer is not None:
+                peer.send(message)
+
+    def _send_agent(self, agent: events.AgentId, message: messages.ToAgent) -> None:
+        peer = self._agent_peer.get(agent)
+        if peer is not None:
             peer.send(message)
 
+    # what is told now and then
+
+    def _tell(self, now_s: float) -> None:
+        if self._lines.written > self._told and now_s - self._told_s >= WRITTEN_EVERY_S:
+            self._acknowledge(now_s)
+        if now_s - self._shown_s >= STATUS_EVERY_S and self.end is None:
+            self._shown_s = now_s
+            status = messages.StatusUpdate(self.status())
+            for peer in self._agent_peer.values():
+                peer.send(status)
+
+    def _acknowledge(self, now_s: float) -> None:
+        """Tell all members what is on disk."""
+        self._told, self._told_s = self._lines.written, now_s
+        names = [worker.name for worker, _ in members.members_of(self._state)]
+        self._send(messages.Written(self._told), names)
+
     def _describe(self) -> None:
-        for member in self._state.members:
-            self._tally.state(member.worker, _word(member))
-
-
-def _word(member: members.Member) -> str:
-    match member.link, member.process:
-        case members.Done(), _:
-            return "finished"
-        case members.Broken(), _:
-            return "failed"
-        case members.Cut(), _:
-            return "lost"
-        case _, members.Exited():
-            return "ended"
-        case members.Away(), _:
-            return "starting"
-        case members.Training(), _:
-            return "training"
-        case ((members.Greeted() | members.Waiting()), _):
-            return "waiting"
-
-
-def _offer(worker: WorkerId, signature: messages.Signature) -> events.Offered:
-    parameters = tuple((name, tuple(shape), dtype) for name, shape, dtype in signature.parameters)
-    terms = Terms(signature.version, parameters, tuple(sorted(signature.settings.items())))
-    try:
-        dead_after_s = float(signature.settings["dead_after"])
-    except (KeyError, ValueError):
-        dead_after_s = None
-    return events.Offered(worker, terms, dead_after_s)
+        status = self.current
+        for slot in self._state.slots:
+            worker = members.worker_in(self._state, slot.name)
+            name = worker.name if worker is not None else translation.last_name(slot)
+            self._tally.describe(slot.name, name, translation.word(slot, worker), slot.restarts)
+        match self._state.course:
+            case members.Steady(era=era) | members.Planned(era=era):
+                status.era = max(status.era, era)
+            case _:
+                pass
+        status.restarts = sum(slot.restarts for slot in self._state.slots)

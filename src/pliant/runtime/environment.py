@@ -11,25 +11,40 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pliant.core.roster import QUIET_EXIT
+from pliant.core.endings import QUIET_EXIT
 from pliant.errors import UsageError
 
-__all__ = ["QUIET_EXIT", "Job", "current_job", "environment_of", "job_from", "worker_environment"]
+__all__ = [
+    "QUIET_EXIT",
+    "Job",
+    "current_job",
+    "environment_of",
+    "given_token",
+    "job_from",
+    "plain_environment",
+    "worker_environment",
+]
 
 _ADDRESS, _TOKEN, _WORKER = "PLIANT_ADDRESS", "PLIANT_TOKEN", "PLIANT_WORKER"
-_PACE, _SIZE = "PLIANT_PACE", "PLIANT_SIZE"
+_PACE, _SIZE, _GRACE = "PLIANT_PACE", "PLIANT_SIZE", "PLIANT_GRACE"
+_OF_A_JOB = (_ADDRESS, _TOKEN, _WORKER, _PACE, _SIZE, _GRACE)
 _THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Where a worker belongs. ``pace`` below 1 emulates a slower device; ``size`` overrides ``batches``' own."""
+    """Where a worker belongs. ``worker`` is the launcher's slot, the first part of the name the coordinator gives.
+
+    ``pace`` below 1 emulates a slower device; ``size`` overrides ``batches``' own; ``grace_s`` is how long the worker
+    may take to go when it is asked to.
+    """
 
     address: str
     token: str
     worker: str
     pace: float = 1.0
     size: int | None = None
+    grace_s: float = 30.0
 
 
 def current_job() -> Job | None:
@@ -54,12 +69,14 @@ def job_from(environ: Mapping[str, str]) -> Job | None:
         worker=environ[_WORKER],
         pace=_pace(environ.get(_PACE, "1")),
         size=_size(environ.get(_SIZE, "")),
+        grace_s=float(environ.get(_GRACE, "30")),
     )
 
 
 def environment_of(job: Job) -> dict[str, str]:
     """The variables that name the job; the inverse of ``job_from``."""
-    variables = {_ADDRESS: job.address, _TOKEN: job.token, _WORKER: job.worker, _PACE: repr(job.pace)}
+    variables = {_ADDRESS: job.address, _TOKEN: job.token, _WORKER: job.worker}
+    variables |= {_PACE: repr(job.pace), _GRACE: repr(job.grace_s)}
     if job.size is not None:
         variables[_SIZE] = str(job.size)
     return variables
@@ -67,11 +84,21 @@ def environment_of(job: Job) -> dict[str, str]:
 
 def worker_environment(job: Job, workers_here: int) -> dict[str, str]:
     """The whole environment for a worker's process, one of ``workers_here`` on this machine."""
-    inherited = {name: value for name, value in os.environ.items() if name not in (_PACE, _SIZE)}
+    inherited = plain_environment()
     # Without a limit every worker would start a thread per core and they would take turns.
     threads = max(1, _cores() // workers_here)
     inherited.setdefault(_THREADS, str(threads))
     return {**inherited, **environment_of(job)}
+
+
+def plain_environment() -> dict[str, str]:
+    """The environment without what makes a process a worker."""
+    return {name: value for name, value in os.environ.items() if name not in _OF_A_JOB}
+
+
+def given_token() -> str:
+    """The token for joining a run from another machine; empty if none is set."""
+    return os.environ.get(_TOKEN, "").strip()
 
 
 def _cores() -> int:

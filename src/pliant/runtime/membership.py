@@ -1,33 +1,40 @@
 """Becoming a member of a group, and ceasing to be one.
 
-Question  How does a script that calls ``join`` find its job, its era and its group, and how does it leave?
-Holds     The same object whether there is a job or not. Before the first round everybody holds the leader's weights,
+Question  How does a script that calls ``join`` find its job and its place, and how does it leave?
+Holds     The same object whether there is a job or not. Before the first exchange everybody holds the leader's weights,
           buffers, optimizer and user's state. A worker that fails says so before it goes; one that ends because of
           others ends quietly, for the coordinator has already said why.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
+from types import FrameType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pliant.control.client import Link
 from pliant.control.messages import Signature
 from pliant.core import rounds
-from pliant.core.rounds import Policy
-from pliant.errors import PliantError, RunEnded, Stopped
+from pliant.core.rounds import Policy, Standing
+from pliant.errors import Left, PliantError, RunEnded, Stopped
 from pliant.runtime.environment import QUIET_EXIT, Job, current_job
+from pliant.runtime.eras import Eras
+from pliant.runtime.place import Forming, Place
+from pliant.runtime.takeover import install_state, stated
 from pliant.runtime.update import Training
 from pliant.runtime.witness import Nobody, Reporter
 from pliant.runtime.worker import Worker
-from pliant.tensors import cuda
+from pliant.tensors import cuda, handoff
 from pliant.tensors import group as groups
 from pliant.tensors import state as states
 from pliant.types import WorkerId
@@ -44,38 +51,55 @@ class Offer:
     """settings that must be equal on all workers, as text"""
     carried: dict[str, Any]
     """objects with ``state_dict`` and plain values that everybody takes over from the leader"""
-    prepared: Callable[[int], Training]
-    """the model made ready for a group of so many members"""
+    prepared: Callable[[bool], Training]
+    """the model made ready, for a group or for a run alone"""
 
 
 class Membership:
     """This process's place in a run."""
 
-    def __init__(self, worker: Worker, link: Link | None, size: int | None, carried: dict[str, Any]) -> None:
+    def __init__(self, worker: Worker, size: int | None, carried: dict[str, Any], eras: Eras | None = None) -> None:
         self.worker = worker
         self.size = size
         """largest micro-batch of this worker, where the launcher sets one"""
         self.carried = carried
-        self._link = link
+        self._eras = eras
+
+    @property
+    def link(self) -> Any:
+        """The line to the coordinator; another one after a return."""
+        return None if self._eras is None else self._eras.place.link
+
+    def leave(self, reason: str) -> None:
+        """Ask to go; the group goes on without this worker."""
+        self.worker.leave(reason)
 
     def plan(self, epochs: int | None, samples: int | None) -> None:
         """Tell the coordinator how far the script means to go."""
-        if self._link is not None:
-            self._link.plan(epochs, samples)
+        if self.link is not None:
+            self.link.plan(epochs, samples)
 
     def finish(self) -> None:
         """Leave in good order, together with all others."""
-        self.worker.end()
+        try:
+            self.worker.end()
+        except Left:
+            self.worker.close()
+            if self.link is not None:
+                self.link.finish(left=True)
+            raise
+        except BaseException:
+            self.worker.close()
+            raise
         self.worker.close()
-        if self._link is not None:
-            self._link.finish()
+        if self.link is not None:
+            self.link.finish(left=False)
 
     def fail(self, error: BaseException) -> None:
         """Leave because of an error. In a job, ends the process where the error is Pliant's own."""
         self.worker.close()
-        if self._link is None:
-            return
-        _depart(self._link, error)
+        if self.link is not None:
+            _depart(self.link, error)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -84,17 +108,20 @@ class Membership:
             yield
         except PliantError as error:
             self.worker.close()
-            if self._link is None:
+            if self.link is None:
                 raise
-            _depart(self._link, error)
+            _depart(self.link, error)
 
 
 def _depart(link: Link, error: BaseException) -> None:
     """Say why and go. A user's exception goes on its way; its traceback is Python's to show."""
+    if isinstance(error, Left):
+        return
     if isinstance(error, RunEnded):
-        raise SystemExit(QUIET_EXIT) from None
+        completed = isinstance(error, Stopped) and error.completed
+        raise SystemExit(0 if completed else QUIET_EXIT) from None
     if isinstance(error, PliantError):
-        link.fail(str(error), shown=False)
+        link.fail(str(error), shown=False, fatal=True)
         raise SystemExit(1) from None
     if isinstance(error, SystemExit) and not error.code:
         link.fail("the script called sys.exit before the end of the with block", shown=False)
@@ -106,7 +133,7 @@ def alone(offer: Offer) -> Membership:
     """A group of one: no coordinator, no journal."""
     me = WorkerId("w0")
     group = rounds.founded(offer.policy, era=1, roster=(me,))
-    return Membership(Worker(me, group, groups.Alone(), offer.prepared(1), Nobody()), None, None, offer.carried)
+    return Membership(Worker(me, group, groups.Alone(), offer.prepared(False), Nobody()), None, offer.carried)
 
 
 def enrolled(offer: Offer) -> Membership:
@@ -133,25 +160,91 @@ def _connected(job: Job) -> Link:
     try:
         return Link.connect(job.address, job.token, job.worker, version("pliant"))
     except PliantError as error:
+        if isinstance(error, Stopped) and error.completed:
+            raise SystemExit(0) from None
         if not isinstance(error, Stopped):
             print(f"pliant: {error}", file=sys.stderr)
         raise SystemExit(QUIET_EXIT if isinstance(error, RunEnded) else 1) from None
 
 
 def _entered(job: Job, link: Link, offer: Offer) -> Membership:
-    link.ready(signature(offer.model, offer.optimizer, offer.agreed))
-    start = link.era()
-    me = WorkerId(job.worker)
-    roster = tuple(WorkerId(name) for name in start.roster)
-    channel: groups.Alone | groups.Gloo = groups.Alone()
-    carried = offer.carried
-    if len(roster) > 1:
-        channel = formed(link, start.attempt, roster.index(me), len(roster), link.local_address, offer)
-        carried = taken_over(channel, offer)
-    group = rounds.founded(offer.policy, start.era, roster)
-    witness = Reporter(link, leader=roster.index(me) == 0)
-    worker = Worker(me, group, channel, offer.prepared(len(roster)), witness, pace=job.pace)
-    return Membership(worker, link, job.size, carried)
+    donor = handoff.Donor(link.local_address, job.token)
+    described = signature(offer.model, offer.optimizer, offer.agreed)
+
+    def placed(link: Link) -> Place:
+        def form(attempt: int, place: int, members: int) -> Forming:
+            return forming(link, attempt, place, members, link.local_address, offer)
+
+        return Place(link, form, described, donor.address)
+
+    def come_back() -> Place:
+        eras.place.link.close()
+        return placed(_connected(job))
+
+    eras = Eras(
+        placed(link),
+        donor,
+        lambda address: handoff.Recipient(address, job.token),
+        offer.carried,
+        lambda channel, look: taken_over(channel, offer, look),
+        come_back,
+        lambda: _end_after(job.grace_s),
+    )
+    newcomer = rounds.founded(offer.policy, 0, (WorkerId(link.worker),))
+    newcomer = replace(newcomer, standings=(Standing.FOLLOWING,))
+    training, witness = offer.prepared(True), Reporter(link)
+    worker = Worker(WorkerId(link.worker), newcomer, groups.Alone(), training, witness, eras=eras, pace=job.pace)
+    _leave_on_sigterm(worker)
+    if not link.mailbox.welcome.running:
+        worker.found()
+    return Membership(worker, job.size, offer.carried, eras)
+
+
+def _end_after(grace_s: float) -> Callable[[], None]:
+    """A worker that was asked to go and has not gone by then is as good as dead: it makes that true.
+
+    The answer calls it off: to be called when it has gone.
+    """
+    ending = threading.Timer(grace_s, os.kill, (os.getpid(), signal.SIGKILL))
+    ending.daemon = True
+    ending.start()
+    return ending.cancel
+
+
+def _leave_on_sigterm(worker: Worker) -> None:
+    """The first SIGTERM means: go in good order. Outside the main thread Python has no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def asked(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        worker.leave("SIGTERM")
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, asked)
+
+
+class _Formed:
+    """A group of one needs no forming."""
+
+    over, failed = True, False
+
+    def result(self) -> groups.Alone:
+        return groups.Alone()
+
+    def abandon(self) -> None:
+        """Nothing to give up."""
+
+
+def forming(link: groups.KeyValue, attempt: int, place: int, members: int, address: str, offer: Offer) -> Forming:
+    """The group of an attempt, being formed in the background."""
+    if members == 1:
+        return _Formed()
+
+    def make(channel: groups.KeyValue) -> groups.Gloo:
+        return formed(channel, attempt, place, members, address, offer)
+
+    return groups.Forming(make, link)
 
 
 def formed(link: groups.KeyValue, attempt: int, place: int, members: int, address: str, offer: Offer) -> groups.Gloo:
@@ -162,28 +255,29 @@ def formed(link: groups.KeyValue, attempt: int, place: int, members: int, addres
     return groups.Gloo(link, attempt=attempt, place=place, members=members, address=address)
 
 
-def taken_over(channel: groups.Gloo, offer: Offer) -> dict[str, Any]:
+class _Watched:
+    """A group's broadcast that ends when the era does."""
+
+    def __init__(self, channel: Any, look: Callable[[], None]) -> None:
+        self.place: int = channel.place
+        self._channel = channel
+        self._look = look
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self._channel.broadcast(tensor, 0, self._look)
+
+
+def taken_over(channel: Any, offer: Offer, look: Callable[[], None] = lambda: None) -> None:
     """Everybody takes over the leader's state: tensors in place, objects by ``load_state_dict``, plain values."""
-    states.broadcast_tensors(channel, [*offer.model.parameters(), *offer.model.buffers()])
+    if channel.members == 1:
+        return
+    watched = _Watched(channel, look)
+    states.broadcast_tensors(watched, [*offer.model.parameters(), *offer.model.buffers()])
     outer = {name: value for name, value in offer.carried.items() if name != "state"}
-    users = offer.carried["state"]
-    theirs = states.broadcast_state(channel, {"": _snapshot(outer), "state": _snapshot(users)})
-    _load(outer, theirs[""], leader=channel.place == 0)
-    _load(users, theirs["state"], leader=channel.place == 0)
-    return {**outer, "state": users}
-
-
-def _snapshot(objects: dict[str, Any]) -> dict[str, Any]:
-    present = {name: value for name, value in objects.items() if value is not None}
-    return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in present.items()}
-
-
-def _load(objects: dict[str, Any], values: dict[str, Any], *, leader: bool) -> None:
-    for name, value in values.items():
-        if not hasattr(objects[name], "load_state_dict"):
-            objects[name] = value
-        elif not leader:
-            objects[name].load_state_dict(value)
+    theirs = states.broadcast_state(watched, {"": stated(outer), "state": stated(offer.carried["state"])})
+    if channel.place > 0:
+        install_state(outer, theirs[""])
+        install_state(offer.carried["state"], theirs["state"])
 
 
 def signature(model: nn.Module, optimizer: Optimizer, agreed: dict[str, str]) -> Signature:

@@ -9,9 +9,11 @@ Source    ours.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import msgspec
 
+from pliant.control.messages import Past
 from pliant.core.journal import (
     EndRecord,
     EraRecord,
@@ -24,6 +26,7 @@ from pliant.core.journal import (
     RunRecord,
     TicketLine,
 )
+from pliant.core.members import name_order
 
 WINDOW_S = 5.0
 """Speeds are means over this time: long enough to be readable, short enough to follow a change."""
@@ -33,9 +36,11 @@ SPARE_AFTER_ROUNDS = 3
 
 
 class WorkerStatus(msgspec.Struct):
-    """One worker. ``pace`` is samples per second of its own busy time."""
+    """One slot, under the name of its last worker; sums are over all of them. ``pace``: samples per busy second."""
 
     name: str
+    slot: str = ""
+    restarts: int = 0
     state: str = "starting"
     samples: int = 0
     busy_s: float = 0.0
@@ -47,7 +52,10 @@ class Status(msgspec.Struct):
     """The whole run. ``epoch`` counts from 0; None where nothing is known yet."""
 
     job: str
+    term: int = 1
     era: int = 0
+    eras: int = 0
+    restarts: int = 0
     workers: list[WorkerStatus] = []
     task: str = ""
     epoch: int = 0
@@ -80,24 +88,39 @@ class Status(msgspec.Struct):
 class Tally:
     """Keeps a ``Status`` up to date."""
 
-    def __init__(self, job: str, workers: list[str]) -> None:
-        self.status = Status(job=job, workers=[WorkerStatus(name=name) for name in workers])
+    def __init__(self, job: str, term: int = 1) -> None:
+        self.status = Status(job=job, term=term)
+        self.calls: list[PhaseRecord] = []
+        """top-level calls so far, in their order; the last one may be open"""
+        self.past: list[Past] = []
+        """those that are over"""
+        self._open_phases: list[PhaseRecord] = []
+        self._rows: dict[str, WorkerStatus] = {}
         self._roster: list[str] = []
         self._recent: deque[tuple[float, int, list[int], list[float]]] = deque()
         self._phase_rounds = 0
         self._phase_samples: list[int] = []
         self._began_s: float | None = None
+        self._began_at = 0.0
+        """how much was done when the estimate of the time left began"""
 
     def plan(self, epochs: int | None, samples: int | None) -> None:
         """Note how far the script means to go."""
         self.status.epochs = epochs
         self.status.samples_planned = samples
 
-    def state(self, worker: str, state: str) -> None:
-        """Note what a worker is doing."""
-        for entry in self.status.workers:
-            if entry.name == worker:
-                entry.state = state
+    def describe(self, slot: str, worker: str, state: str, restarts: int) -> None:
+        """Note what a slot's worker is doing."""
+        row = self._row(slot)
+        row.name, row.state, row.restarts = worker, state, restarts
+
+    def resume(self, records: Iterable[Record], now_s: float) -> None:
+        """Take in what an earlier coordinator has written."""
+        for record in records:
+            self.add(record, now_s - WINDOW_S)
+        self._recent.clear()
+        self._began_s = now_s if self._began_s is not None else None
+        self._began_at = self._done()[0]
 
     def add(self, record: Record, now_s: float) -> None:
         """Take in one journal record."""
@@ -106,8 +129,10 @@ class Tally:
             case RunRecord() | PolicyRecord():
                 pass
             case EraRecord(era=era, roster=roster):
-                status.era, self._roster = era, roster
+                status.era, status.eras, self._roster = max(status.era, era), status.eras + 1, roster
+                # What is counted by place in the roster begins anew.
                 self._recent.clear()
+                self._phase_rounds, self._phase_samples = 0, [0] * len(roster)
             case PhaseRecord():
                 self._open(record, now_s)
             case RoundRecord():
@@ -115,6 +140,7 @@ class Tally:
             case ExchangeRecord(tickets=tickets):
                 self._spend(tickets)
             case PhaseEndRecord(result=result):
+                self._close(result)
                 if result is not None:
                     status.result = result
                     status.results += 1
@@ -131,7 +157,24 @@ class Tally:
         self.status.samples_per_s = samples / span_s if span_s > 0 else 0.0
         self.status.eta_s = self._time_left(now_s)
 
+    def _row(self, name: str) -> WorkerStatus:
+        slot = name.partition(".")[0]
+        if slot not in self._rows:
+            self._rows[slot] = WorkerStatus(name=name, slot=slot)
+            self.status.workers = sorted(self._rows.values(), key=lambda row: name_order(row.slot))
+        return self._rows[slot]
+
+    def _close(self, result: float | None) -> None:
+        """The innermost open call is over; only top-level ones are calls that a newcomer makes."""
+        if self._open_phases:
+            phase = self._open_phases.pop()
+            if not self._open_phases and not phase.inner:
+                self.past.append(Past(phase.task, phase.epoch, result))
+
     def _open(self, record: PhaseRecord, now_s: float) -> None:
+        if not self._open_phases and not record.inner:
+            self.calls.append(record)
+        self._open_phases.append(record)
         self.status.task = record.task
         if record.task != "train":
             return
@@ -143,10 +186,10 @@ class Tally:
 
     def _round(self, record: RoundRecord, now_s: float) -> None:
         status = self.status
-        workers = self._spend(record.tickets)
+        self._spend(record.tickets)
         samples = [ticket.samples for ticket in record.tickets]
         for name, count in zip(self._roster, samples, strict=False):
-            workers[name].samples += count
+            self._row(name).samples += count
         status.round, status.rounds = record.round, status.rounds + 1
         status.batch, status.rate = record.batch, record.rate
         status.loss = record.loss if record.loss is not None else status.loss
@@ -154,21 +197,21 @@ class Tally:
         status.epoch_done += record.batch
         status.skipped += record.skipped
         self._recent.append((now_s, record.batch, samples, [ticket.busy_s for ticket in record.tickets]))
-        self._measure(workers, samples)
+        self._measure(samples)
 
-    def _spend(self, tickets: list[TicketLine]) -> dict[str, WorkerStatus]:
+    def _spend(self, tickets: list[TicketLine]) -> None:
         """Add up the workers' time, in training and in ``evaluate`` alike."""
-        workers = {entry.name: entry for entry in self.status.workers}
         for name, ticket in zip(self._roster, tickets, strict=False):
-            workers[name].busy_s += ticket.busy_s
-            workers[name].idle_s += ticket.idle_s
-        return workers
+            row = self._row(name)
+            row.busy_s += ticket.busy_s
+            row.idle_s += ticket.idle_s
 
-    def _measure(self, workers: dict[str, WorkerStatus], samples: list[int]) -> None:
+    def _measure(self, samples: list[int]) -> None:
         for index, name in enumerate(self._roster):
             done = sum(entry[2][index] for entry in self._recent if index < len(entry[2]))
             busy_s = sum(entry[3][index] for entry in self._recent if index < len(entry[3]))
-            workers[name].pace = done / busy_s if busy_s > 0 else workers[name].pace
+            row = self._row(name)
+            row.pace = done / busy_s if busy_s > 0 else row.pace
         self._phase_rounds += 1
         self._phase_samples = [a + b for a, b in zip(self._phase_samples, samples, strict=False)]
         if self._phase_rounds >= SPARE_AFTER_ROUNDS:
@@ -176,13 +219,16 @@ class Tally:
 
     def _time_left(self, now_s: float) -> float | None:
         """Elapsed time times what is left over what is done: pauses for ``evaluate`` are in it."""
+        done, whole = self._done()
+        if self._began_s is None or self.status.ended is not None or self.status.epoch_length == 0 or whole is None:
+            return None
+        gained = done - self._began_at
+        return (now_s - self._began_s) * max(0.0, whole - done) / gained if gained > 0 else None
+
+    def _done(self) -> tuple[float, float | None]:
+        """How much of the plan is done, and the whole of it; samples, or epochs."""
         status = self.status
-        if self._began_s is None or status.ended is not None or status.epoch_length == 0:
-            return None
         if status.samples_planned is not None:
-            done, whole = float(status.samples_total), float(status.samples_planned)
-        elif status.epochs is not None:
-            done, whole = status.epoch + status.epoch_done / status.epoch_length, float(status.epochs)
-        else:
-            return None
-        return (now_s - self._began_s) * max(0.0, whole - done) / done if done > 0 else None
+            return float(status.samples_total), float(status.samples_planned)
+        epochs = status.epoch + status.epoch_done / status.epoch_length if status.epoch_length else 0.0
+        return epochs, float(status.epochs) if status.epochs is not None else None

@@ -8,9 +8,10 @@ Holds     The optimizer sees plain weights, the weighted mean gradient (clipped 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +41,7 @@ class Training:
         optimizer: Optimizer,
         *,
         reference: int,
-        members: int,
+        grouped: bool,
         correction: str,
         clip_norm: float | None,
         scheduler: Any | None,
@@ -49,9 +50,16 @@ class Training:
     ) -> None:
         self.optimizer = optimizer
         self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self.gradients = Gradients(self.parameters, members=members)
+        self.gradients = Gradients(self.parameters, grouped=grouped)
         self.buffers = Buffers(model)
-        self.lookahead = LookAhead(optimizer) if correction == "lookahead" and members > 1 else None
+        self.lookahead = LookAhead(optimizer) if correction == "lookahead" and grouped else None
+        self.held: int | None = None
+        """the bitmap of parameters this worker holds, while it takes the state over; None: all of them"""
+        self.epochs_ended = 0
+        trained = {id(p) for p in self.parameters}
+        merged = self.buffers.identities()
+        self._constants: list[Tensor] = [p for p in model.parameters() if id(p) not in trained]
+        self._constants += [b for b in model.buffers() if id(b) not in merged]
         self.reference = float(reference)
         self._clip_norm = clip_norm
         self._scheduler, self._schedule_by = scheduler, schedule_by
@@ -122,6 +130,11 @@ class Training:
         if self.lookahead is not None and self.lookahead.due:
             self.lookahead.go(factor)
 
+    def cancel_look_ahead(self) -> None:
+        """The update that was to be looked ahead to is not coming."""
+        if self.lookahead is not None:
+            self.lookahead.due = False
+
     def _clipped(self, norm: float) -> float:
         return 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (norm + 1e-6))
 
@@ -130,16 +143,66 @@ class Training:
         if self.lookahead is not None:
             self.lookahead.back()
 
-    def apply(self, outcome: Settled, summed: Buffer | None, present: int) -> None:
-        """Make the update of a settled round, or none if the group skips it. The model holds the plain weights."""
+    def apply(
+        self,
+        outcome: Settled,
+        summed: Buffer | None,
+        present: int,
+        averaged: Callable[[Sequence[Tensor] | None], None] | None = None,
+    ) -> None:
+        """Make the update of a settled round, or none if the group skips it. The model holds the plain weights.
+
+        ``averaged`` is shown the mean gradients before the update, or None if there is none.
+        """
         if outcome.applied:
             mean = self.reference / outcome.weight
             self._average(summed, mean)
-            self.gradients.expose(summed, present)
+            if averaged is not None and summed is not None:
+                averaged(summed.views)
+            self.gradients.expose(summed, present if self.held is None else present & self.held)
             self._optimize(outcome.factor)
+        elif averaged is not None:
+            averaged(None)
         self.gradients.take_back(summed)
+        self.follow_scale(applied=outcome.applied)
+
+    # -- taking the state over
+
+    def constants(self) -> list[Tensor]:
+        """Frozen parameters, and buffers that are never merged."""
+        return self._constants
+
+    def catch_up(self, gradients: dict[int, Tensor], factor: float, rates: list[float] | None) -> None:
+        """Make one past update of the parameters in ``gradients``; ``rates`` are the schedule's of that time."""
+        before = [p.grad for p in self.parameters]
+        groups = self.optimizer.param_groups
+        now = [group["lr"] for group in groups]
+        for index, p in enumerate(self.parameters):
+            p.grad = gradients.get(index)
+        for group, rate in zip(groups, rates or now, strict=True):
+            group["lr"] = rate
+        try:
+            if gradients:
+                self._optimize(factor)
+        finally:
+            for p, gradient in zip(self.parameters, before, strict=True):
+                p.grad = gradient
+            for group, rate in zip(groups, now, strict=True):
+                group["lr"] = rate
+
+    def follow_scale(self, *, applied: bool) -> None:
+        """Move the loss scale as all workers do after a round."""
         if self._scale is not None and self._scaler is not None:
-            self._scale = scaling.after(self._scale, finite=outcome.applied)
+            self._scale = scaling.after(self._scale, finite=applied)
+            self._scaler.update(self._scale.scale)
+
+    def scale_state(self) -> list[float] | None:
+        return None if self._scale is None else list(dataclasses.astuple(self._scale))
+
+    def take_scale(self, state: list[float] | None) -> None:
+        if state is not None and self._scale is not None and self._scaler is not None:
+            kinds = [type(value) for value in dataclasses.astuple(self._scale)]
+            self._scale = scaling.Scale(*(kind(value) for kind, value in zip(kinds, state, strict=True)))
             self._scaler.update(self._scale.scale)
 
     def _average(self, summed: Buffer | None, mean: float) -> None:
@@ -176,7 +239,11 @@ class Training:
         for _ in range(int(after // self.reference) - int(before // self.reference)):
             self._step_schedule()
 
-    def end_epoch(self) -> None:
+    def end_epoch(self, epoch: int) -> None:
+        """Epoch ``epoch`` is over; a newcomer's past epochs were counted by the others."""
+        if epoch < self.epochs_ended:
+            return
+        self.epochs_ended = epoch + 1
         if self._scheduler is not None and self._schedule_by == "epoch":
             self._step_schedule()
 

@@ -1,61 +1,103 @@
 """Telling the coordinator what happened.
 
-Question  What does the leader write down of each phase and round, and how does a worker learn that the run is over?
-Holds     Only the leader writes; every record is a function of the tickets, so any worker could. Alone, nobody is
-          told anything.
+Question  What is written down of each era, phase and round, and when is it certain enough to be told?
+Holds     Every record is a function of the tickets, so all workers make the same ones, numbered alike. Lines of an
+          exchange are let go when the next one has completed, or an era's entry has confirmed it: what only a lost
+          worker applied is never told. One worker sends; the others keep theirs until they are on disk.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
-from pliant.control.client import Link
 from pliant.core import journal
-from pliant.core.rounds import Group, Settled
-from pliant.core.tickets import Kind, Ticket
+from pliant.core.rounds import Entry, Group, Settled
+from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import Span
 
 
 class Nobody:
     """The witness of a script that runs alone."""
 
-    def check(self) -> None: ...
+    records = 0
 
     def opened(self, group: Group, openings: list[Ticket]) -> None: ...
 
     def settled(self, group: Group, outcome: Settled, handed_in: list[Ticket], rate: float) -> None: ...
 
-    def beat(self, round: int) -> None: ...
+    def era(self, group: Group, entries: Sequence[Entry] | None, *, sends: bool) -> None: ...
+
+    def joined(self, records: int) -> None: ...
+
+    def moved(self, link: Lines) -> None: ...
+
+    def confirmed(self) -> None: ...
+
+
+class Lines(Protocol):
+    """Where lines go (``control.client.Link``)."""
+
+    sends_lines: bool
+
+    def keep(self, lines: Iterable[bytes], first: int) -> None: ...
+    def send_lines_again(self) -> None: ...
 
 
 class Reporter:
     """The witness of a worker in a job."""
 
-    def __init__(self, link: Link, *, leader: bool) -> None:
+    def __init__(self, link: Lines) -> None:
         self._link = link
-        self._leader = leader
-        self._progress = 0
+        self._held: list[bytes] = []
+        self.records = 0
+        """records made so far, by whichever worker"""
         self._announced: journal.PolicyRecord | None = None
 
-    def check(self) -> None:
-        self._link.check()
+    def moved(self, link: Lines) -> None:
+        """Back under a new name, over another line."""
+        self._link = link
 
-    def beat(self, round: int) -> None:
-        self._progress += 1
-        self._link.beat(round, self._progress)
-        self._link.check()
+    def joined(self, records: int) -> None:
+        """Go on where the group is: what came before is with the others."""
+        self._held = []
+        self.records = records
+
+    def confirmed(self) -> None:
+        """All members have settled the last exchange."""
+        if self._held:
+            self._link.keep(self._held, self.records - len(self._held))
+            self._held = []
+
+    def era(self, group: Group, entries: Sequence[Entry] | None, *, sends: bool) -> None:
+        """A roster takes effect; ``sends``: this worker tells the journal from now on."""
+        if entries is not None:
+            # All who go on have agreed on it; of a planned era only the next exchange shows that they have.
+            self.confirmed()
+        self._write(
+            journal.EraRecord(
+                era=group.era,
+                roster=list(group.roster),
+                entries=None if entries is None else [_entry(entry) for entry in entries],
+                void=0 if entries is None else group.round,
+            )
+        )
+        # A newcomer may not have seen it.
+        self._announced = None
+        self._link.sends_lines = sends
+        if sends:
+            self._link.send_lines_again()
 
     def opened(self, group: Group, openings: list[Ticket]) -> None:
         """All workers entered a phase; before the first one, and after a change, the policy is written."""
-        if not self._leader:
-            return
+        self.confirmed()
         policy = _policy(group)
         if policy != self._announced:
             self._write(policy)
             self._announced = policy
         inside = group.open[-1] if group.open and group.phase.number == group.phases else None
-        first = openings[0]
+        first = next(ticket for ticket in openings if not ticket.flags & Flag.FOLLOWING)
         self._write(
             journal.PhaseRecord(
                 phase=group.phases,
@@ -66,17 +108,21 @@ class Reporter:
                 sizes=[ticket.size for ticket in openings],
                 ahead=[ticket.ahead for ticket in openings],
                 order=first.order,
+                absent=[member for member, ticket in enumerate(openings) if ticket.flags & Flag.FOLLOWING],
+                inner=bool(first.flags & Flag.INNER),
+                ready=[member for member, ticket in enumerate(openings) if ticket.flags & Flag.READY],
             )
         )
         if inside is None:
             self._write(journal.PhaseEndRecord(group.phases, [(0, first.length)] if first.length else []))
 
     def settled(self, group: Group, outcome: Settled, handed_in: list[Ticket], rate: float) -> None:
-        if not self._leader:
-            return
+        """An exchange of a phase was settled."""
+        self.confirmed()
         lines = [_line(ticket, spans) for ticket, spans in zip(handed_in, outcome.spans, strict=True)]
+        entered = [(m, t.size, t.ahead) for m, t in enumerate(handed_in) if t.flags & Flag.READY]
         if outcome.kind is Kind.EVALUATE:
-            self._write(journal.ExchangeRecord(group.era, outcome.phase, outcome.batch, lines))
+            self._write(journal.ExchangeRecord(group.era, outcome.phase, outcome.batch, lines, entered))
         else:
             self._write(
                 journal.RoundRecord(
@@ -91,13 +137,19 @@ class Reporter:
                     applied=outcome.applied,
                     samples_total=group.samples,
                     tickets=lines,
+                    entered=entered,
                 )
             )
         if outcome.ended:
             self._write(journal.PhaseEndRecord(outcome.phase, list(outcome.cut), outcome.result))
 
     def _write(self, record: journal.Record) -> None:
-        self._link.journal(journal.encode(record))
+        self._held.append(journal.encode(record))
+        self.records += 1
+
+
+def _entry(entry: Entry) -> journal.EntryLine:
+    return journal.EntryLine(entry.active, list(entry.dropped), list(entry.kept))
 
 
 def _policy(group: Group) -> journal.PolicyRecord:

@@ -4,8 +4,9 @@ Question  In which order does one worker do what the group has decided?
 Holds     It waits for the group only when it has nothing it may compute. All micro-batches of a contribution are
           computed at one point of the weights. With an overlap, settling a round hands in the following contribution
           at once and applies after that, so that the sum has the longest possible time. After ``step`` has returned
-          True the model holds the plain weights until the next draw.
-Source    ABS-SGD (Zhou et al. 2023); docs/protocol.md has the states and events.
+          True the model holds the plain weights until the next draw. When its era is over it settles nothing more of
+          it, and goes on in the next one with what it has accumulated.
+Source    ABS-SGD (Zhou et al. 2023); docs/protocol.md has the states and events, docs/design/0007-elastic.md the eras.
 
 One exchange after another, for worker i with an overlap (delay 1):
 
@@ -19,52 +20,79 @@ import functools
 import math
 import operator
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from pliant.core import rounds, tickets
 from pliant.core.ledger import MicroBatch, samples_of
-from pliant.core.rounds import Group, Mismatch, Settled
+from pliant.core.rounds import Entry, Group, Mismatch, Past, Settled, Standing
 from pliant.core.tickets import Flag, Kind, Ticket
-from pliant.errors import NonFiniteLoss, Refused, RunEnded, UsageError
+from pliant.errors import Left, NonFiniteLoss, Refused, RunEnded, UsageError
+from pliant.runtime import eras as changes
 from pliant.runtime.contribution import Contribution
+from pliant.runtime.eras import Eras, Handed
+from pliant.runtime.place import EraBroken, Evicted, Seat
 from pliant.runtime.update import Training
 from pliant.tensors.gradients import Buffer
-from pliant.tensors.group import Alone, Gloo, Summation
 from pliant.types import WorkerId
 
-# How often a waiting worker looks whether the coordinator has ended the run.
-_LOOK_S = 0.05
-# How long a worker whose exchange failed waits for the coordinator to say why.
-_REASON_S = 10.0
+# How long a waiting worker polls before it looks whether its era is over.
+_LOOK_S = 0.002
+# Between two rounds in which nobody computes: all members leave, or wait for what they need.
+_NOBODY_S = 0.02
+
+Answer = TypeVar("Answer")
 
 
 class Witness(Protocol):
     """Who is told what happened: the journal of a job, or nobody."""
 
-    def check(self) -> None:
-        """Raise if the run is over."""
-        ...
-
     def opened(self, group: Group, openings: list[Ticket]) -> None: ...
 
     def settled(self, group: Group, outcome: Settled, handed_in: list[Ticket], rate: float) -> None: ...
 
-    def beat(self, round: int) -> None: ...
+    def era(self, group: Group, entries: Sequence[Entry] | None, *, sends: bool) -> None: ...
+
+    def joined(self, records: int) -> None: ...
+
+    def moved(self, link: Any) -> None: ...
+
+    def confirmed(self) -> None: ...
+
+    @property
+    def records(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """One call of ``batches`` or ``evaluate``."""
+
+    kind: Kind
+    epoch: int
+    length: int
+    order: int
+    size: int
+    ahead: int
 
 
 class Flight:
     """A contribution that was handed in and not settled yet."""
 
-    def __init__(self, summation: Summation, filled: Buffer | None, merged: Tensor | None, drawn: int) -> None:
+    def __init__(self, summation: Any, filled: Buffer | None, merged: Tensor | None, drawn: int) -> None:
         self.summation = summation
         self.filled = filled
         self.merged = merged
         self.drawn = drawn
         """micro-batches it consists of"""
+        self.gathered: tuple[list[Ticket], int] | None = None
+        """the tickets, where they were gathered first"""
+        self.leaving = False
+        """whether its ticket said that this worker draws no more"""
+        self.closed = False
+        """whether this worker has taken part in the exchange after it, in the same group"""
 
 
 class Worker:
@@ -74,25 +102,45 @@ class Worker:
         self,
         me: WorkerId,
         group: Group,
-        channel: Alone | Gloo,
+        channel: Any,
         training: Training,
         witness: Witness,
         *,
+        eras: Eras | None = None,
+        check: Callable[[], None] | None = None,
         pace: float = 1.0,
         clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.me = me
         self.group = group
         self.training = training
-        self._member = group.roster.index(me)
         self._channel = channel
         self._witness = witness
+        self._eras = eras
+        self._check = check
         self._clock = clock
+        self._sleep = sleep
         self._slowdown = 1.0 / pace - 1.0
         self._flight: Flight | None = None
         self._contribution = Contribution(clock())
         self._suspended: list[tuple[Contribution, Flight | None, float]] = []
+        """what lies outside each open phase, outermost first"""
+        self._retired: list[tuple[Any, Any]] = []
+        """groups of planned eras that are over, with their last exchange"""
+        self._stack: list[Opening] = []
+        """the calls that the script is in"""
+        self._calls = 0
+        """top-level calls that the script has left"""
+        self._ended_inside: int | None = None
+        """calls it had made inside the present one when that one's phase ended in its body, with a ``step``"""
+        self._nested = 0
+        """calls inside the present top-level one that it has left"""
         self._drawn_since_update = False
+        self._broken: EraBroken | None = None
+        """found while a round was being settled: this worker stops as soon as that is done"""
+        self._undrained = False
+        """the exchange that makes the buffers equal at a phase's end is still to come"""
         self._sum_s = 0.0
         self._cost_s = 0.0
         self.last: Settled | None = None
@@ -101,64 +149,250 @@ class Worker:
         """the last settled round of a training phase"""
         self.applied_rate = training.rate
 
-    # -- phases
+    # -- facts
+
+    @property
+    def _member(self) -> int:
+        return self.group.roster.index(self.me)
+
+    @property
+    def standing(self) -> Standing:
+        return self.group.standings[self._member]
 
     @property
     def inside(self) -> Kind | None:
-        """The kind of the innermost open phase."""
-        return self.group.phase.kind if self.group.open else None
+        """The kind of the innermost call that the script is in."""
+        return self._stack[-1].kind if self._stack else None
+
+    def past(self, epoch: int) -> bool:
+        """Whether the group is beyond ``epoch`` already: a newcomer passes over it."""
+        known = [phase.epoch for phase in (*self.group.past, *self.group.open)]
+        if self._eras is not None:
+            known.append(self._eras.last_past_epoch())
+        return max(known, default=-1) > epoch
 
     def limit_samples(self, samples: int | None) -> None:
         """End training phases where this many samples in all are reached; the same call on every worker."""
         self.group = replace(self.group, samples_limit=samples)
 
-    def open(self, kind: Kind, *, epoch: int, length: int, order: int, size: int, ahead: int) -> int:
-        """Enter the next phase together with all others; returns its number."""
-        if self._flight is not None and self._drawn_since_update:
+    # -- what the script calls
+
+    def open(self, call: Opening) -> int | Past:
+        """Enter the next phase together with all others: its number; or how it ended, if the group is past it."""
+        if self._stack and self._flight is not None and self._drawn_since_update:
             raise UsageError(
                 "evaluate was called in the middle of a round: inside batches call it only "
                 "right after run.step() has returned True"
             )
-        opening = replace(
-            self._ticket(kind, Flag.OPENING), epoch=epoch, length=length, order=order, size=size, ahead=ahead
-        )
-        buffers, parameters = self.training.buffers, len(self.training.parameters)
-        gathered, bitmap = self._exchange(opening, buffers.training_bits() << parameters, [])
-        buffers.grow(bitmap >> parameters)
-        group = rounds.opened(self.group, gathered)
-        if isinstance(group, Mismatch):
-            raise Refused(group.reason)
-        self._witness.opened(group, gathered)
-        if len(group.open) > len(self.group.open):
-            self._suspended.append((self._contribution, self._flight, self._clock()))
-            self._contribution, self._flight = Contribution(self._clock()), None
-        self.group = group
-        return group.phases
-
-    def end(self) -> None:
-        """Leave the run together with all others."""
-        gathered, _ = self._exchange(self._ticket(Kind.END, Flag.OPENING), 0, [])
-        mismatch = rounds.compared(self.group, gathered)
-        if mismatch:
-            raise Refused(mismatch.reason)
+        if self._stack and self.group.open:
+            # Those before it may have been opened and ended without this worker.
+            self._nested = len(self.group.open[0].nested)
+        self._stack.append(call)
+        try:
+            answer = self._through(lambda: self._opened(call))
+        except BaseException:
+            self._stack.pop()
+            raise
+        if isinstance(answer, Past):
+            self.left()
+        return answer
 
     def draw(self, phase: int) -> MicroBatch | None:
         """The next micro-batch of ``phase``, or None when it has ended; waits only when nothing may be computed."""
-        while self._inside(phase):
+        return self._through(lambda: self._drawn_next(phase))
+
+    def step(self) -> bool:
+        """Settle the round in flight if it is due; True when all workers are at the same update now."""
+        return self._through(self._stepped, or_else=False)
+
+    def abandon(self, phase: int) -> None:
+        """The user's loop was left early: hand in what there is and end the phase for all."""
+        self._contribution.undraw()
+        self._through(lambda: self._abandoned(phase))
+        self.left()
+
+    def left(self) -> float | None:
+        """The script is out of its innermost call; the call's result."""
+        past = self._past_call()
+        self._stack.pop()
+        if self._stack:
+            self._nested += 1
+        else:
+            self._calls, self._nested, self._ended_inside = self._calls + 1, 0, None
+        return past.result if past is not None else None
+
+    def contributed(self, weight: float, loss_sum: Tensor | float) -> None:
+        """A drawn micro-batch is computed; its gradients lie in the buffer."""
+        self._contribution.add(weight, loss_sum)
+        if self._slowdown > 0:
+            self._sleep(self._slowdown * (time.thread_time() - self._contribution.cpu_start_s))
+
+    def end(self) -> None:
+        """Leave the run together with all others. Raises ``Left`` where this worker does not hold the final weights."""
+        self._through(self._ended)
+        self._witness.confirmed()
+        if self._eras is not None:
+            # Whoever sends them may not get to it, and nobody keeps them any longer.
+            self._eras.place.link.send_lines_again()
+        if self.standing is Standing.FOLLOWING:
+            raise Left
+
+    def leave(self, reason: str) -> None:
+        """Go in good order as soon as the group can do without this worker."""
+        if self._eras is not None:
+            self._eras.leave(reason)
+
+    def close(self) -> None:
+        """Give the group and the optimizer back, whatever is still in flight."""
+        self.training.close()
+        self._channel.leave()
+        for channel, _ in self._retired:
+            channel.leave()
+        if self._eras is not None:
+            self._eras.close()
+
+    def _through(self, action: Callable[[], Answer], or_else: Answer | None = None) -> Answer:
+        """Do it, in this era or the next; ``or_else``: the outcome of an interrupted action that is not repeated."""
+        while True:
+            try:
+                return action()
+            except (EraBroken, Evicted) as trouble:
+                self._go_on(trouble)
+            if or_else is not None:
+                return or_else
+
+    def _go_on(self, trouble: EraBroken | Evicted) -> None:
+        """Get into an era again; whoever stops with the others may find that it is off the roster itself."""
+        while True:
+            try:
+                if isinstance(trouble, EraBroken):
+                    self._regroup(str(trouble))
+                else:
+                    self._come_back()
+                return
+            except (EraBroken, Evicted) as another:
+                trouble = another
+
+    # -- phases
+
+    def _opened(self, call: Opening) -> int | Past:
+        past = self._become_member(call)
+        if past is not None:
+            return past
+        self._finish_draining()
+        while True:
+            past = self._past_call()
+            if past is not None:
+                return past
+            phase = self._joined_phase()
+            if phase is not None:
+                return phase
+            self._look()
+            self._rest()
+            if self._calls > len(self._top_level()):
+                # The group has gone back behind what only this worker had settled.
+                self._follow()
+                continue
+            inner = Flag.INNER if len(self._stack) > 1 and self._ended_inside is not None else Flag.NONE
+            opening = replace(
+                self._ticket(call.kind, Flag.OPENING | inner | self._readiness()),
+                epoch=call.epoch,
+                length=call.length,
+                order=call.order,
+                size=call.size,
+                ahead=call.ahead,
+            )
+            bits = self.training.buffers.training_bits() << len(self.training.parameters)
+            self._take_opening(*self._exchange(opening, bits, []))
+
+    def _past_call(self) -> Past | None:
+        """How the innermost call ended, if the group has left it."""
+        group, nested = self.group, len(self._stack) > 1
+        calls = self._top_level()
+        if self._calls < len(calls):
+            past = group.past[calls[self._calls]]
+            if nested and self._ended_inside is not None:
+                inner = group.past[calls[self._calls] + 1 :]
+                made = self._nested - self._ended_inside
+                return inner[made] if made < len(inner) else None
+            return Past(Kind.EVALUATE, past.epoch) if nested else past
+        if nested and group.open and self._nested < len(group.open[0].nested):
+            return group.open[0].nested[self._nested]
+        return None
+
+    def _joined_phase(self) -> int | None:
+        """The number of the phase that the innermost call is in, if the group has opened it."""
+        open_ = self.group.open
+        depth = len(self._stack)
+        if depth > 1 and self._ended_inside is not None:
+            return open_[0].number if open_ and open_[0].inner else None
+        if depth == 0 or len(open_) < depth or self._calls != len(self._top_level()):
+            return None
+        return open_[depth - 1].number
+
+    def _top_level(self) -> list[int]:
+        """Places in ``group.past`` of the calls that every script makes, whether it was in the loops or not."""
+        return [place for place, past in enumerate(self.group.past) if not past.inner]
+
+    def _in_position(self) -> bool:
+        """Whether the script is where the group is."""
+        return len(self._stack) == len(self.group.open) and self._joined_phase() is not None
+
+    def _take_opening(self, gathered: list[Ticket], bitmap: int) -> None:
+        """All have entered the next phase."""
+        before = self.group
+        self.training.buffers.grow(bitmap >> len(self.training.parameters))
+        group = rounds.opened(before, gathered)
+        if isinstance(group, Mismatch):
+            raise Refused(group.reason)
+        self._witness.opened(group, gathered)
+        if len(group.open) > len(before.open):
+            self._suspended.append((self._contribution, self._flight, self._clock()))
+            self._contribution, self._flight = Contribution(self._clock()), None
+        self.group = group
+        plan = rounds.agreed_plan(group, gathered)
+        if plan is not None:
+            self._switch(plan)
+
+    def _drawn_next(self, phase: int) -> MicroBatch | None:
+        while self._still_in(phase):
+            self._look()
+            self._rest()
+            if not self._speaks(phase):
+                self._follow()
+                continue
             if self._flight is None and self._complete():
+                self.training.back()
                 self._hand_in(Flag.NONE)
             micro_batch = self._next()
             if micro_batch is not None:
+                self._take_users_state()
                 if self.group.phase.kind is Kind.TRAIN:
                     self._drawn_since_update = True
                     start = self._clock()
                     self.training.look_ahead(self.group.rate.factor)
                     self._cost_s += self._clock() - start
                 self._contribution.draw(samples_of(micro_batch), time.thread_time())
-                self._witness.beat(self.group.round)
+                self._progress()
                 return micro_batch
-            self._settle()
+            self._settle_or_hand_in()
         return None
+
+    def _still_in(self, phase: int) -> bool:
+        """Whether ``phase`` goes on; opens it again where the group has gone back behind its opening."""
+        if any(each.number == phase for each in self.group.open):
+            return True
+        self._finish_draining()
+        return self._past_call() is None and self._opened(self._stack[-1]) == phase
+
+    def _settle_or_hand_in(self) -> None:
+        if self._flight is None:
+            self.training.back()
+            self._hand_in(Flag.NONE)
+        self._settle()
+
+    def _speaks(self, phase: int) -> bool:
+        return self.group.phase.number == phase and rounds.speaks(self.group, self._member)
 
     def upcoming(self) -> tuple[MicroBatch, ...]:
         """What this worker will draw after the last drawn micro-batch, as far as it is dealt."""
@@ -166,49 +400,80 @@ class Worker:
             return ()
         return self.group.phase.ledger.hands[self._member].queue[self._drawn() :]
 
-    def abandon(self, phase: int) -> None:
-        """The user's loop was left early: hand in what there is and end the phase for all."""
-        self._contribution.undraw()
-        if self._inside(phase) and self._flight is not None:
+    def _abandoned(self, phase: int) -> None:
+        def inside() -> bool:
+            return any(each.number == phase for each in self.group.open)
+
+        while inside() and not self._speaks(phase):
+            self._look()
+            self._follow()
+        if inside() and self._flight is not None:
             self._settle(Flag.BREAK)
-        if self._inside(phase) and self._flight is None:
+        if inside() and self._flight is None:
+            self.training.back()
             self._hand_in(Flag.BREAK)
-        if self._inside(phase):
+        if inside():
             self._settle()
+        self._finish_draining()
 
-    def contributed(self, weight: float, loss_sum: Tensor | float) -> None:
-        """A drawn micro-batch is computed; its gradients lie in the buffer."""
-        self._contribution.add(weight, loss_sum)
-        if self._slowdown > 0:
-            time.sleep(self._slowdown * (time.thread_time() - self._contribution.cpu_start_s))
-
-    def step(self) -> bool:
-        """Settle the round in flight if it is due; True when all workers are at the same update now."""
-        if not self._complete():
+    def _stepped(self) -> bool:
+        self._look()
+        if not self.group.open or not self._speaks(self.group.phase.number) or not self._complete():
             return False
         if self._flight is None:
             if self.group.overlap:
                 return False
+            self.training.back()
             self._hand_in(Flag.NONE)
         assert self._flight is not None
         if self._next() is not None and not self._flight.summation.over:
             return False
         outcome = self._settle()
         self._drawn_since_update = not outcome.seen
+        if outcome.ended and len(self._stack) == 1:
+            self._ended_inside = self._nested
         return outcome.seen
 
-    # -- what may be drawn
+    def _ended(self) -> None:
+        if self._eras is not None and not self._eras.enlisted:
+            return
+        while not self.group.over:
+            self._look()
+            self._rest()
+            if self.group.open:
+                self._follow()
+                continue
+            self._finish_draining()
+            self._take_users_state()
+            gathered, _ = self._exchange(self._ticket(Kind.END, Flag.OPENING), 0, [])
+            self._conclude(gathered)
 
-    def _inside(self, phase: int) -> bool:
-        return bool(self.group.open) and self.group.phase.number == phase
+    def _conclude(self, gathered: list[Ticket]) -> None:
+        mismatch = rounds.compared(self.group, gathered)
+        if mismatch:
+            raise Refused(mismatch.reason)
+        self.group = rounds.concluded(self.group)
+
+    # -- what may be drawn
 
     def _drawn(self) -> int:
         """Micro-batches at the front of this worker's hand that it has drawn already."""
         return self._contribution.micro_batches + (self._flight.drawn if self._flight else 0)
 
+    @property
+    def _leaving(self) -> bool:
+        """Whether this worker draws no more, because it was asked to go.
+
+        Not inside an ``evaluate`` in a loop, and not before the round in flight is settled or something was drawn beside
+        it: the others may count on this worker being inside its loop body.
+        """
+        if self._eras is None or not self._eras.leaving or len(self._stack) > 1:
+            return False
+        return self._flight is None or self._flight.leaving or self._contribution.micro_batches > 0
+
     def _next(self) -> MicroBatch | None:
         """The micro-batch that may be added to the contribution now."""
-        if self._flight is not None and not self.group.overlap:
+        if self._leaving or (self._flight is not None and not self.group.overlap):
             return None
         hand = self.group.phase.ledger.hands[self._member]
         drawn = self._drawn()
@@ -229,6 +494,8 @@ class Worker:
 
     def _complete(self) -> bool:
         """Whether the contribution may be handed in: its share is done, or with an open batch it is not empty."""
+        if self._leaving:
+            return True
         bounds = rounds.allowance(self.group, self._member, 1 if self._flight else 0)
         if bounds.micro_batches is not None:
             return self._contribution.micro_batches >= bounds.micro_batches
@@ -242,34 +509,70 @@ class Worker:
     def _ticket(self, kind: Kind, flags: Flag) -> Ticket:
         """A ticket that says where this worker is."""
         group = self.group
-        return Ticket(group.era, group.round, group.phases, kind, flags, digest=rounds.digest(group))
+        if self._leaving:
+            flags |= Flag.LEAVING
+        plan_term, plan_era = self._eras.place.prepared(group.era) if self._eras is not None else (0, 0)
+        return Ticket(
+            group.era,
+            group.round,
+            group.phases,
+            kind,
+            flags,
+            digest=rounds.digest(group),
+            exchange=group.exchange,
+            plan_term=plan_term,
+            plan_era=plan_era,
+        )
+
+    def _readiness(self) -> Flag:
+        """Whether this worker can compute from the coming exchange on, where it could not before."""
+        if self._eras is None or self._leaving or not self._in_position():
+            return Flag.NONE
+        if self.standing is Standing.FOLLOWING:
+            if not self._eras.complete:
+                return Flag.NONE
+            self._eras.ask_users_state(self.group.exchange + (2 if self._flight else 1))
+            return Flag.READY
+        late = self.group.open and not self.group.phase.present[self._member]
+        return Flag.READY if late else Flag.NONE
 
     def _exchange(self, ticket: Ticket, bitmap: int, sums: list[Tensor]) -> tuple[list[Ticket], int]:
         """An exchange that nothing can be computed beside: everybody's tickets, and the union of the bitmaps."""
-        summation = self._channel.exchange(tickets.pack(ticket, bitmap, self.training.bits), sums)
+        packed = tickets.pack(ticket, bitmap, self.training.bits)
+        summation = self._started(lambda: self._channel.exchange(packed, sums))
         self._await(summation)
         return self._gathered(summation)
+
+    def _started(self, post: Callable[[], Any]) -> Any:
+        try:
+            return post()
+        except RuntimeError as error:
+            raise EraBroken(f"the exchange with the other workers failed: {error}") from error
+
+    def _holders(self) -> list[int]:
+        """Members that hold the whole state."""
+        return [m for m, standing in enumerate(self.group.standings) if standing is not Standing.FOLLOWING]
 
     def _hand_in(self, flags: Flag, *, returning: bool = False) -> None:
         """Start the summation of the contribution and begin the next one."""
         mine, phase = self._contribution, self.group.phase
+        # First: it may find that the era is over, and nothing must have been given away then.
+        ticket = self._ticket(phase.kind, flags)
         bitmap, squared_norm, filled, merged = 0, 0.0, None, None
         if phase.kind is Kind.TRAIN:
             bitmap, norm = self._inspect(mine)
             if norm is None:
-                flags |= Flag.NONFINITE
+                ticket = replace(ticket, flags=ticket.flags | Flag.NONFINITE)
             elif mine.weight > 0:
                 mean = self.training.reference / mine.weight
                 squared_norm = norm * mean * mean
             if self.group.overlap:
                 self.training.park(mine.weight, norm, bitmap)
-            if len(self.group.roster) > 1:
-                merged = self.training.buffers.hand_in(mine.weight, leader=self._member == 0)
-            filled = self.training.gradients.hand_in(overlap=self.group.overlap, returning=returning)
+            filled, merged = self._given_away(mine.weight, returning=returning)
         sums = [*(filled.flats if filled else []), *([merged] if merged is not None else [])]
         now = self._clock()
         ticket = replace(
-            self._ticket(phase.kind, flags),
+            ticket,
             epoch=phase.epoch,
             length=phase.length,
             size=phase.sizes[self._member],
@@ -286,9 +589,18 @@ class Worker:
             scale=self.training.scale,
         )
         packed = tickets.pack(ticket, bitmap, self.training.bits)
-        summation = self._channel.exchange(packed, sums)
-        self._flight = Flight(summation, filled, merged, mine.micro_batches)
+        drawn = mine.micro_batches
         self._contribution = Contribution(self._clock())
+        self._flight = Flight(None, filled, merged, drawn)
+        self._flight.leaving = bool(ticket.flags & Flag.LEAVING)
+        self._flight.summation = self._started(lambda: self._channel.exchange(packed, sums))
+
+    def _given_away(self, weight: float, *, returning: bool) -> tuple[Buffer | None, Tensor | None]:
+        """This worker's part of a round's sums: gradients and buffers."""
+        merged = None
+        if len(self.group.roster) > 1:
+            merged = self.training.buffers.hand_in(weight, leader=self._member == self._holders()[0])
+        return self.training.gradients.hand_in(overlap=self.group.overlap, returning=returning), merged
 
     def _inspect(self, mine: Contribution) -> tuple[int, float | None]:
         """The bitmap of a contribution, and the squared norm of its sum; None if anything is not finite."""
@@ -301,12 +613,13 @@ class Worker:
 
     def _settle(self, following: Flag = Flag.NONE) -> Settled:
         """Wait for the contribution in flight, decide, hand in the following one, apply."""
+        self._check_era()
         flight = self._flight
         assert flight is not None
         self._contribution.idle_s += self._await(flight.summation)
         self._sum_s = flight.summation.seconds
         start = self._clock()
-        handed_in, bitmap = self._gathered(flight.summation)
+        handed_in, bitmap = flight.gathered or self._gathered(flight.summation)
         before = self.group
         decision = rounds.settled(before, handed_in)
         if isinstance(decision, Mismatch):
@@ -315,20 +628,39 @@ class Worker:
         self._flight = None
         training = outcome.kind is Kind.TRAIN
         merged = training and self._merge(outcome, flight, bitmap)
-        if before.overlap and not outcome.ended:
-            self._hand_in(following, returning=True)
+        # Whoever went along has handed in nothing to the following round already, in order to see the tickets.
+        if before.overlap and not (outcome.ended or outcome.plan or flight.closed) and self._hands_in_at_once():
+            self._hand_in_or_remember(following, returning=True)
         if training:
-            self.last_trained = outcome
-            self.applied_rate = self.training.rate * outcome.factor
-            self.training.apply(outcome, flight.filled, bitmap)
-            self.training.advance_schedule(before.samples, self.group.samples)
+            self._apply(before, outcome, flight, bitmap)
         self._witness.settled(self.group, outcome, handed_in, self.applied_rate)
         self.last = outcome
         if outcome.ended:
             self._end_phase(training=training, merged=merged)
+        if outcome.plan is not None:
+            try:
+                self._switch(outcome.plan, closed=flight.closed)
+            except EraBroken as broken:
+                self._broken = broken
+            if self._broken is None and self.group.overlap and self.group.open and self._hands_in_at_once():
+                self._hand_in_or_remember(following, returning=False)
         self._cost_s = self._clock() - start
         self._give_up_if_hopeless()
         return outcome
+
+    def _hand_in_or_remember(self, flags: Flag, *, returning: bool) -> None:
+        """Hand in; where that fails the settled round is applied all the same, and ``step`` still says so."""
+        try:
+            self._hand_in(flags, returning=returning)
+        except EraBroken as broken:
+            self._broken = broken
+
+    def _hands_in_at_once(self) -> bool:
+        """Whether the following contribution is handed in as its round begins: unless its share has just grown."""
+        if not rounds.speaks(self.group, self._member):
+            return False
+        bounds = rounds.allowance(self.group, self._member, 0)
+        return self._leaving or bounds.micro_batches is None or self._contribution.micro_batches >= bounds.micro_batches
 
     def _merge(self, outcome: Settled, flight: Flight, bitmap: int) -> bool:
         """Return to the plain weights and bring in the group's buffers; whether they are all up to date."""
@@ -339,13 +671,46 @@ class Worker:
             buffers.merge(flight.merged, outcome.weight)
         return not buffers.grow(bitmap >> len(self.training.parameters)) and merged
 
+    def _apply(self, before: Group, outcome: Settled, flight: Flight, bitmap: int) -> None:
+        """Make the update that the group has decided on."""
+        samples = (before.samples, self.group.samples)
+        averaged = None
+        if self._eras is not None:
+            averaged = self._eras.averaged(before.exchange + 1, bitmap, outcome.factor, samples)
+        self.last_trained = outcome
+        self.applied_rate = self.training.rate * outcome.factor
+        self.training.apply(outcome, flight.filled, bitmap, averaged)
+        self.training.advance_schedule(*samples)
+
     def _end_phase(self, *, training: bool, merged: bool) -> None:
         """Everything is applied: forget what a break cut off, make the buffers equal, go back to the outer phase."""
         if training and len(self.group.roster) > 1:
             self.training.gradients.discard()
-            self._drain_buffers(merged=merged)
+            buffers = self.training.buffers
+            # Without a merge in the last round (it was skipped, or a buffer changed for the first time) one is due.
+            self._undrained = bool(buffers.live) and not merged
+            if not self._undrained:
+                buffers.drain()
         self._contribution, self._flight, since = self._suspended.pop()
         self._contribution.start_s += self._clock() - since
+
+    def _finish_draining(self) -> None:
+        """Make the buffers equal on all workers at the end of a phase, where the last round has not done so."""
+        if self._undrained:
+            mine = self._own_buffers()
+            self._exchange(self._ticket(Kind.DRAIN, Flag.NONE), 0, [mine])
+            self._drain(mine)
+
+    def _own_buffers(self) -> Tensor:
+        holds = self.standing is not Standing.FOLLOWING
+        mine = self.training.buffers.hand_in(1.0 if holds else 0.0, leader=self._member == self._holders()[0])
+        assert mine is not None
+        return mine
+
+    def _drain(self, summed: Tensor) -> None:
+        self.training.buffers.merge(summed, float(len(self._holders())))
+        self._undrained = False
+        self.group = rounds.drained(self.group)
 
     def _give_up_if_hopeless(self) -> None:
         if self.group.skipped_in_a_row >= rounds.MAX_SKIPPED_IN_A_ROW:
@@ -354,41 +719,367 @@ class Worker:
                 "lower the learning rate, clip (clip_norm=1.0), or look for bad samples"
             )
 
-    def _drain_buffers(self, *, merged: bool) -> None:
-        """Make the buffers equal on all workers at the end of a phase."""
-        buffers = self.training.buffers
-        if merged or not buffers.live:
-            buffers.drain()
-            return
-        # The last round brought no merge (it was skipped, or a buffer changed for the first time).
-        mine = buffers.hand_in(1.0, leader=self._member == 0)
-        assert mine is not None
-        self._exchange(self._ticket(Kind.TRAIN, Flag.NONE), 0, [mine])
-        buffers.merge(mine, float(len(self.group.roster)))
-
-    def _await(self, summation: Summation) -> float:
-        """Wait until the exchange is over; the seconds it took. Raises when the run has ended instead."""
+    def _await(self, summation: Any, meanwhile: Callable[[], None] | None = None) -> float:
+        """Wait until the exchange is over; the seconds it took. Raises when the era or the run has ended instead."""
         start = self._clock()
-        while not summation.wait(_LOOK_S):
-            self._witness.check()
+        if not summation.over:
+            self._progress(waiting=True)
+            while not summation.wait(_LOOK_S):
+                self._look()
+                # The script's code for the last update has run: a newcomer may be waiting for just that.
+                self._rest()
+                if meanwhile is not None:
+                    meanwhile()
+            self._progress()
         return self._clock() - start
 
-    def _gathered(self, summation: Summation) -> tuple[list[Ticket], int]:
+    def _gathered(self, summation: Any) -> tuple[list[Ticket], int]:
         """The tickets of an exchange that is over, and the union of their bitmaps."""
         try:
             packed = summation.tickets()
         except RuntimeError as error:
-            # Somebody died; the coordinator knows who, and ends the run.
-            deadline_s = self._clock() + _REASON_S
-            while self._clock() < deadline_s:
-                self._witness.check()
-                time.sleep(_LOOK_S)
-            raise RunEnded(f"the exchange with the other workers failed: {error}") from error
+            # Somebody died; the coordinator finds out who.
+            raise EraBroken(f"the exchange with the other workers failed: {error}") from error
         unpacked = [tickets.unpack(data) for data in packed]
         bitmap = functools.reduce(operator.or_, (bits for _, bits in unpacked))
         return [ticket for ticket, _ in unpacked], bitmap
 
-    def close(self) -> None:
-        """Give the group and the optimizer back, whatever is still in flight."""
-        self.training.close()
+    # -- going along
+
+    def _follow(self) -> None:
+        """Take part in one exchange without knowing beforehand what it will be.
+
+        An ``evaluate`` may be opened before the round in flight is settled; whoever is not inside the loop learns only
+        from the tickets of the next exchange which of the two it was.
+        """
+        if Standing.ACTIVE not in self.group.standings:
+            # Nobody computes, so nothing slows the rounds down: they would chase each other.
+            self._sleep(_NOBODY_S)
+        held = self._flight
+        ticket = self._ticket(self._kind(), Flag.FOLLOWING | self._readiness())
+        if self._stack:
+            ticket = replace(ticket, size=self._stack[-1].size, ahead=self._stack[-1].ahead)
+        packed = tickets.pack(ticket, 0, self.training.bits)
+        summation = self._started(lambda: self._channel.gather(packed))
+        self._await(summation, self._pursue)
+        gathered, bitmap = self._gathered(summation)
+        says = next((ticket for ticket in gathered if not ticket.flags & Flag.FOLLOWING), None)
+        if held is not None and (says is None or says.exchange > self.group.exchange):
+            era = self.group.era
+            held.closed = True
+            self._settle()
+            self._check_era()
+            if self.group.era != era:
+                return
+        if says is None or (not says.flags & Flag.OPENING and says.kind is not Kind.DRAIN):
+            self._follow_round(gathered, bitmap)
+        elif says.kind is Kind.DRAIN:
+            self._follow_drain()
+        elif says.kind is Kind.END:
+            self._conclude(gathered)
+        else:
+            self._take_opening(gathered, bitmap)
+        self._pursue()
+
+    def _kind(self) -> Kind:
+        return self.group.phase.kind if self.group.open else Kind.TRAIN
+
+    def _follow_round(self, gathered: list[Ticket], bitmap: int) -> None:
+        """Add nothing to the sums of a round; settle it at once unless an ``evaluate`` may come before."""
+        if not self.group.open:
+            return
+        phase = self.group.phase
+        filled, merged = None, None
+        if phase.kind is Kind.TRAIN:
+            filled, merged = self._given_away(0.0, returning=False)
+        sums = [*(filled.flats if filled else []), *([merged] if merged is not None else [])]
+        flight = Flight(None, filled, merged, 0)
+        flight.gathered = gathered, bitmap
+        self._flight = flight
+        flight.summation = self._started(lambda: self._channel.add_up(sums))
+        self._await(flight.summation, self._pursue)
+        self._gathered_nothing(flight.summation)
+        if not (phase.kind is Kind.TRAIN and phase.seen and self.group.overlap):
+            self._settle()
+
+    def _gathered_nothing(self, summation: Any) -> None:
+        try:
+            summation.tickets()
+        except RuntimeError as error:
+            raise EraBroken(f"the exchange with the other workers failed: {error}") from error
+
+    def _follow_drain(self) -> None:
+        mine = self._own_buffers()
+        summation = self._started(lambda: self._channel.add_up([mine]))
+        self._await(summation, self._pursue)
+        self._gathered_nothing(summation)
+        self._drain(mine)
+
+    def _pursue(self) -> None:
+        """Take the state over, as far as that is due."""
+        if self._eras is not None and self.standing is Standing.FOLLOWING:
+            self._eras.pursue(self.group.exchange)
+
+    def _take_users_state(self) -> None:
+        """Before the first micro-batch of a newcomer: the user's own state, as of now."""
+        if self._eras is None or self.standing is not Standing.ACTIVE:
+            return
+        while not self._eras.users_state_arrived(self.group.exchange):
+            self._look()
+            self._sleep(_LOOK_S)
+
+    # -- eras
+
+    def _check_era(self) -> None:
+        """Raise what was remembered while a round was being settled."""
+        broken, self._broken = self._broken, None
+        if broken is not None:
+            raise broken
+
+    def _look(self) -> None:
+        """Between micro-batches: is the era over, am I asked to go, does a retired group end?"""
+        self._check_era()
+        if self._check is not None:
+            self._check()
+        eras = self._eras
+        if eras is None:
+            return
+        eras.place.look(self.group.era)
+        if not eras.leaving and eras.place.asked_to_leave:
+            eras.leave("asked by the coordinator")
+        if self._retired:
+            self._retired = [pair for pair in self._retired if not self._ended_well(*pair)]
+
+    def _ended_well(self, channel: Any, last: Any) -> bool:
+        if last.over:
+            channel.leave()
+        return bool(last.over)
+
+    def _rest(self) -> None:
+        """The script's code for the last update has run: newcomers may copy the state."""
+        eras = self._eras
+        if eras is not None and eras.wanted and self.standing is not Standing.FOLLOWING:
+            eras.serve(self.training, self.group.exchange)
+
+    def _progress(self, *, waiting: bool = False) -> None:
+        if self._eras is not None:
+            self._eras.progress(self.group, self.standing, self._clock(), waiting=waiting)
+
+    def _become_member(self, call: Opening) -> Past | None:
+        """A newcomer enlists with the first call that is not past; earlier ones have an answer already."""
+        eras = self._eras
+        if eras is None or eras.enlisted:
+            return None
+        past = eras.past_call(self._calls)
+        if past is None:
+            eras.enlist(self._calls, call.kind.name.lower(), call.length)
+            self._enter_next()
+        return past
+
+    def _switch(self, plan: tuple[int, int], *, closed: bool = False) -> None:
+        """A planned era begins: go on in its group, or depart."""
+        eras, old = self._eras, self._channel
+        assert eras is not None
+        seat = eras.place.taken_up(plan)
+        if not closed:
+            # Whoever goes along has yet to learn that this exchange was settled.
+            packed = tickets.pack(self._ticket(Kind.TRAIN, Flag.NONE), 0, self.training.bits)
+            try:
+                self._retired.append((old, old.gather(packed)))
+            except RuntimeError:
+                # Somebody of the old era has died; whether that matters to the new one shows there.
+                old.leave()
+        else:
+            old.leave()
+        if seat is None:
+            self._depart()
+            return
+        before = self.group
+        self.group = rounds.switched(before, seat.era, seat.roster)
+        self._channel = seat.channel
+        handed = changes.encoded(self._handed())
+        self._entered(seat, None)
+        eras.go_on(self.group, seat, knows_best=False)
+        if any(worker not in before.roster for worker in seat.roster):
+            self._started(lambda: seat.channel.tell(handed, seat.donor))
+
+    def _handed(self) -> Handed:
+        return Handed(self.group, self._witness.records, self.training.buffers.live, self._undrained)
+
+    def _entered(self, seat: Seat, entries: Sequence[Entry] | None) -> None:
+        assert self._eras is not None
+        self._witness.era(self.group, entries, sends=seat.roster[seat.donor] == self.me)
+        self._progress()
+        self._eras.place.link.entered(seat.era, self.group.exchange)
+
+    def _depart(self) -> None:
+        """This worker is not on the roster any more, as it was asked."""
+        assert self._eras is not None
+        deadline_s = self._clock() + 1.0
+        while not all(last.over for _, last in self._retired) and self._clock() < deadline_s:
+            self._sleep(_LOOK_S)
+        self._eras.place.link.finish(left=True)
+        raise Left
+
+    def _regroup(self, reason: str) -> None:
+        """The era is over: drop what was in flight, say how far this worker is, enter the next one."""
+        eras = self._eras
+        if eras is None:
+            raise RunEnded(reason)
+        self._lose_flights()
         self._channel.leave()
+        self._stop(self.group.era, reason)
+        self._enter_next()
+
+    def _stop(self, era: int, reason: str) -> None:
+        assert self._eras is not None
+        told = self._eras.place.link.mailbox.broken_era >= era
+        active = self.standing is not Standing.FOLLOWING
+        exchange = self.group.exchange
+        if active and not self._eras.holds_all:
+            # The user's own state was still on its way: who has it is the better donor.
+            exchange = max(1, exchange - 1)
+        self._eras.place.stop(era, exchange, active=active, failed="" if told else reason)
+
+    def _lose_flights(self) -> None:
+        flights = [self._flight, *(flight for _, flight, _ in self._suspended)]
+        for flight in flights:
+            if flight is not None:
+                self.training.gradients.lose(flight.filled)
+        if not self._contribution.micro_batches:
+            self.training.cancel_look_ahead()
+
+    def _enter_next(self) -> None:
+        """Wait for an era with this worker in it, and enter it."""
+        eras = self._eras
+        assert eras is not None
+        era = self.group.era
+        while True:
+            self._progress(waiting=True)
+            seat = eras.place.next_seat(era)
+            try:
+                self._enter(seat)
+                return
+            except EraBroken as broken:
+                seat.channel.leave()
+                era = seat.era
+                self._stop(era, str(broken))
+
+    def found(self) -> None:
+        """Enter the first era together with all others (or, coming too late for it, a later one)."""
+        self._through(self._founded)
+
+    def _founded(self) -> None:
+        eras = self._eras
+        assert eras is not None
+        if not eras.place.link.mailbox.welcome.running:
+            eras.enlisted = True
+            eras.place.enlist(None)
+            self._enter_next()
+
+    def _enter(self, seat: Seat) -> None:
+        """Agree with the others of a new era on where it begins."""
+        eras = self._eras
+        assert eras is not None
+
+        def look() -> None:
+            eras.place.look(seat.era)
+
+        if seat.exchange == 0:
+            # Nobody has done anything yet: all begin with the leader's state.
+            self._heard(lambda: eras.share(seat.channel, look))
+            self._channel = seat.channel
+            limit = self.group.samples_limit
+            self.group = replace(rounds.founded(self.group.policy, seat.era, seat.roster), samples_limit=limit)
+            self._witness.joined(0)
+            self._entered(seat, None)
+            return
+        donor = seat.roster[seat.donor] == self.me
+        entries = None
+        if donor:
+            handed = self._handed()
+            self._started(lambda: seat.channel.tell(changes.encoded(handed), seat.donor))
+        else:
+            handed = changes.decoded(self._heard(lambda: seat.channel.told(seat.donor, look)))
+        group = handed.group
+        holds = donor or (
+            self.me in self.group.roster
+            and self.group.exchange == group.exchange
+            and self.group.era == group.era
+            and self.standing is not Standing.FOLLOWING
+        )
+        if seat.exchange >= 0:
+            mine = changes.packed_entry(self._entry(active=holds))
+            summation = self._started(lambda: seat.channel.gather(mine))
+            while not summation.wait(_LOOK_S):
+                look()
+            entries = [changes.unpacked_entry(data) for data in self._heard(summation.tickets)]
+            group = rounds.regrouped(group, seat.era, seat.roster, entries)
+        keep = not holds and self.group.exchange == handed.group.exchange and self.group.era == handed.group.era
+        self._channel = seat.channel
+        if holds:
+            self._keep_contributions()
+        else:
+            self._begin_anew(handed, len(group.open))
+        self.group = group
+        self._entered(seat, entries)
+        if self.standing is Standing.FOLLOWING:
+            eras.take_over(self.training, group, seat, keep=keep)
+        else:
+            eras.go_on(group, seat, knows_best=donor)
+
+    def _heard(self, ask: Callable[[], Answer]) -> Answer:
+        try:
+            return ask()
+        except RuntimeError as error:
+            raise EraBroken(f"the entry into the era failed: {error}") from error
+
+    def _entry(self, *, active: bool) -> Entry:
+        """What this worker loses and keeps, per open phase from the outermost on."""
+        if not active:
+            return Entry(active=False)
+        pairs = [(contribution, flight) for contribution, flight, _ in self._suspended[1:]]
+        if self._suspended:
+            pairs.append((self._contribution, self._flight))
+        dropped = tuple(flight.drawn if flight else 0 for _, flight in pairs)
+        return Entry(True, dropped, tuple(contribution.micro_batches for contribution, _ in pairs))
+
+    def _keep_contributions(self) -> None:
+        """What was in flight is lost; what was accumulated since goes on."""
+        self._flight = None
+        self._suspended = [(contribution, None, since) for contribution, _, since in self._suspended]
+
+    def _begin_anew(self, handed: Handed, depth: int) -> None:
+        """This worker does not hold the state that the era begins with: nothing it has computed is of use."""
+        now = self._clock()
+        self._flight, self._contribution, self._ended_inside = None, Contribution(now), None
+        self._suspended = [(Contribution(now), None, now) for _ in range(depth)]
+        self.training.back()
+        self.training.cancel_look_ahead()
+        self.training.gradients.discard()
+        self.training.buffers.grow(handed.live)
+        self._undrained = handed.undrained
+        self._witness.joined(handed.records)
+        if not self._in_position():
+            self._drawn_since_update = False
+
+    def _come_back(self) -> None:
+        """Taken off the roster while asleep: return as a newcomer, with the script where it is."""
+        eras = self._eras
+        assert eras is not None
+        self._lose_flights()
+        self._channel.leave()
+        eras.returned()
+        self.me = eras.place.me
+        self._witness.moved(eras.place.link)
+        now = self._clock()
+        self._flight, self._contribution, self._suspended = None, Contribution(now), []
+        self.group = rounds.founded(self.group.policy, 0, (self.me,))
+        self.group = replace(self.group, standings=(Standing.FOLLOWING,))
+        self.training.back()
+        self.training.cancel_look_ahead()
+        self.training.gradients.discard()
+        call = self._stack[0] if self._stack else None
+        if call is not None:
+            eras.enlist(self._calls, call.kind.name.lower(), call.length)
+            self._enter_next()

@@ -11,6 +11,7 @@ Source    ours; docs/design/0004-numerics.md.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,10 @@ class Buffers:
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+    def identities(self) -> set[int]:
+        """Which of the model's buffers these are, by ``id``."""
+        return {id(tensor) for tensor in self._tensors}
 
     def changed(self) -> int:
         """The bitmap of buffers this worker has changed since it joined."""
@@ -143,6 +148,30 @@ class Buffers:
                 left = (1.0 - statistics.momentum) ** (now - before)
             decays[statistics.mean] = decays[statistics.variance] = left
         return decays
+
+    def value(self, index: int) -> Tensor:
+        """A copy of what the buffer holds now; while the group's values are shown (``exchange``), of those."""
+        return self._tensors[index].detach().cpu().clone()
+
+    def nbytes(self, index: int) -> int:
+        return self._tensors[index].nbytes
+
+    def is_live(self, index: int) -> bool:
+        return bool(self.live >> index & 1)
+
+    @torch.no_grad()
+    def adopt(self, values: Mapping[int, Tensor], *, merged: bool) -> None:
+        """Take the group's values over; ``merged``: those that are live came with a merge meanwhile."""
+        for index, value in values.items():
+            if merged and self.is_live(index):
+                continue
+            self._tensors[index].copy_(value)
+            if self._handed_in:
+                # So that the next merge finds the buffer as it was handed in, and replaces it.
+                self._handed_in[index] = self._tensors[index].detach().clone()
+            if self.is_live(index):
+                self._merged[index] = self._tensors[index].detach().clone()
+        self._versions = [tensor._version for tensor in self._tensors]
 
     @torch.no_grad()
     def drain(self) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pliant.errors import UsageError
-from pliant.tensors.group import Gloo, KeyValue, Prefixed, Summation
+from pliant.tensors.group import Gloo, KeyValue, Prefixed
 
 
 class Nccl(Gloo):
@@ -32,30 +32,38 @@ class Nccl(Gloo):
             raise UsageError("the model is on a CUDA device but this torch has no NCCL: install a CUDA build for Linux")
         super().__init__(channel, attempt=attempt, place=place, members=members, address=address)
         self._device = device
-        with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream(device)
-            self._nccl = nccl(Prefixed(channel, attempt, "nccl/"), place, members, nccl.Options())
+        self._nccl: Any = None
+        try:
+            with torch.cuda.device(device):
+                self._stream = torch.cuda.Stream(device)
+                self._nccl = nccl(Prefixed(channel, attempt, "nccl/"), place, members, nccl.Options())
+        except BaseException:
+            self.leave()
+            raise
 
-    def exchange(self, ticket: bytes, sums: Sequence[Tensor]) -> Summation:
-        """As ``Gloo.exchange``; everything to be summed lies on this worker's device."""
+    def _summing(self, sums: Sequence[Tensor]) -> list[Any]:
+        """Everything to be summed lies on this worker's device."""
+        self._present()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             works = [self._nccl.allreduce([tensor]) for tensor in sums]
         # The allocator must not reuse this memory while the side stream still works on it.
         for tensor in sums:
             tensor.record_stream(self._stream)
-        gathered = super().exchange(ticket, [])
-        return Summation([*gathered.works, *works], gathered.tickets_when_over)
+        return works
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def _spreading(self, tensor: Tensor, root: int) -> Any:
         if not tensor.is_cuda:
-            super().broadcast(tensor)
-            return
+            return super()._spreading(tensor, root)
+        self._present()
         options = dist.BroadcastOptions()
-        options.rootRank = 0
+        options.rootRank = root
         options.rootTensor = 0
-        self._nccl.broadcast([tensor], options).wait()
+        return self._nccl.broadcast([tensor], options)
 
     def leave(self) -> None:
-        self._nccl.abort()
+        nccl, self._nccl = self._nccl, None
+        if nccl is not None:
+            # Aborted kernels end their works; the rest waits for those in the background.
+            nccl.abort()
         super().leave()

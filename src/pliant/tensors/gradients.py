@@ -59,10 +59,10 @@ class Buffer:
 class Gradients:
     """The gradients of ``parameters`` over the rounds of a run. Bit i of a bitmap stands for parameter i."""
 
-    def __init__(self, parameters: Sequence[Parameter], *, members: int) -> None:
+    def __init__(self, parameters: Sequence[Parameter], *, grouped: bool) -> None:
         self.parameters = list(parameters)
         self._spare: Buffer | None = None
-        self._filling = Buffer(self.parameters) if members > 1 else None
+        self._filling = Buffer(self.parameters) if grouped else None
         self._attach()
 
     def _attach(self) -> None:
@@ -149,6 +149,13 @@ class Gradients:
         self._spare = filled
         for p, view in zip(self.parameters, self._filling.views, strict=True):
             p.grad = view
+
+    def lose(self, filled: Buffer | None) -> None:
+        """The summation of ``filled`` has failed, and may still be writing to it: it is never used again."""
+        if filled is not None and (self._filling is None or self._filling is filled):
+            self._filling = self._spare or Buffer(self.parameters)
+            self._spare = None
+            self._attach()
 
     def discard(self) -> None:
         """Forget the contribution in progress (a ``break`` cut it off)."""

@@ -7,6 +7,7 @@ Holds     A nested state (dicts, lists, tuples, numbers, strings, None, tensors)
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import msgspec
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from pliant.errors import UsageError
 
-_TENSOR, _TUPLE, _DICT = "t", "u", "d"
+_TENSOR, _TUPLE, _DICT, _FLOAT = "t", "u", "d", "f"
 
 
 class Broadcaster(Protocol):
@@ -43,6 +44,9 @@ def _skeleton(value: Any, tensors: list[Tensor], name: str) -> Any:
         return {_TUPLE: [_skeleton(item, tensors, f"{name}[{index}]") for index, item in enumerate(value)]}
     if isinstance(value, list):
         return [_skeleton(item, tensors, f"{name}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        # JSON has neither infinity nor nan.
+        return {_FLOAT: repr(value)}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UsageError(
@@ -62,6 +66,8 @@ def _rebuilt(value: Any, tensors: Any) -> Any:
     if isinstance(value, dict):
         if _TENSOR in value:
             return next(tensors)
+        if _FLOAT in value:
+            return float(value[_FLOAT])
         if _TUPLE in value:
             return tuple(_rebuilt(item, tensors) for item in value[_TUPLE])
         return {key: _rebuilt(item, tensors) for key, item in value[_DICT]}
@@ -80,7 +86,7 @@ def blank_tensors(skeleton: bytes) -> list[Tensor]:
             if _TENSOR in value:
                 dtype, shape = value[_TENSOR]
                 found.append(torch.empty(shape, dtype=getattr(torch, dtype)))
-            else:
+            elif _FLOAT not in value:
                 walk(value.get(_TUPLE) or [item for _, item in value.get(_DICT, [])])
 
     walk(msgspec.json.decode(skeleton))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pliant.core import rounds
-from pliant.core.rounds import Group, Settled
+from pliant.core.rounds import Entry, Group, Settled
 from pliant.core.tickets import Ticket
 from pliant.errors import RunEnded
 from pliant.run import Run, join
@@ -63,9 +63,19 @@ class _Recorder:
         self._record = record
         self._failed = failed
 
+    records = 0
+
     def check(self) -> None:
         if self._failed.is_set():
             raise RunEnded("another worker of the test failed")
+
+    def era(self, group: Group, entries: Sequence[Entry] | None, *, sends: bool) -> None: ...
+
+    def joined(self, records: int) -> None: ...
+
+    def moved(self, link: Any) -> None: ...
+
+    def confirmed(self) -> None: ...
 
     def opened(self, group: Group, openings: list[Ticket]) -> None: ...
 
@@ -73,9 +83,6 @@ class _Recorder:
         self._record.outcomes.append(outcome)
         self._record.tickets.append(handed_in)
         self._record.rates.append(rate)
-
-    def beat(self, round: int) -> None:
-        self.check()
 
 
 class Together:
@@ -97,14 +104,14 @@ class Together:
     def _enrolled(self, offer: Offer) -> Membership:
         me, members = self._roster[self.place], len(self._roster)
         exchange: groups.Alone | groups.Gloo = groups.Alone()
-        carried = offer.carried
         if members > 1:
             exchange = formed(self._channel, self._attempt, self.place, members, "127.0.0.1", offer)
-            carried = taken_over(exchange, offer)
+            taken_over(exchange, offer)
         group = rounds.founded(offer.policy, 1, self._roster)
         witness = _Recorder(self.record, self._failed)
-        worker = Worker(me, group, exchange, offer.prepared(members), witness, pace=self._pace)
-        return Membership(worker, None, None, carried)
+        training = offer.prepared(members > 1)
+        worker = Worker(me, group, exchange, training, witness, check=witness.check, pace=self._pace)
+        return Membership(worker, None, offer.carried)
 
 
 def together(

@@ -8,13 +8,12 @@ Source    DESIGN, the user's interface.
 
 from __future__ import annotations
 
-import http.client
 import json
 import sys
+import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import typer
@@ -22,16 +21,21 @@ from rich.console import Console
 from rich.table import Table
 
 from pliant.core import journal
-from pliant.errors import PliantError, UsageError
-from pliant.launch.local import JobSpec
-from pliant.launch.local import run as run_locally
+from pliant.errors import PliantError, RunEnded, UsageError
+from pliant.launch import asking, local
+from pliant.launch.spec import GRACE_S, NOTICE_EVERY_S
 from pliant.runtime.status import Status
 from pliant.ui import progress
 
-ANSWER_S = 5.0
-"""A coordinator that lives answers in milliseconds."""
-
 Number = TypeVar("Number", int, float)
+
+FOLLOW_S = 0.5
+"""How often ``pliant events --follow`` asks again."""
+
+Directory = Annotated[Path | None, typer.Option("--dir", help="The run directory (default: the newest in runs/).")]
+Address = Annotated[str, typer.Option("--address", metavar="HOST:PORT", help="The coordinator, instead of --dir.")]
+TokenFile = Annotated[Path | None, typer.Option("--token-file", help="The file with the token, for --address.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print what the coordinator answers.")]
 
 app = typer.Typer(
     name="pliant",
@@ -53,6 +57,8 @@ def main() -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         print(f"pliant {version('pliant')}")
         raise typer.Exit
 
@@ -73,27 +79,61 @@ def run(
     pace: Annotated[str, typer.Option(help="Emulate slower devices, e.g. 1,1,0.5,0.25.")] = "",
     size: Annotated[str, typer.Option(help="Micro-batch sizes per worker, e.g. 32,32,16,8.")] = "",
     directory: Annotated[Path | None, typer.Option("--dir", help="The run directory (default: runs/<job>).")] = None,
+    join: Annotated[str, typer.Option(metavar="HOST:PORT", help="Give the run there more workers.")] = "",
+    token_file: Annotated[Path | None, typer.Option(help="The file with the token, for --join.")] = None,
+    host: Annotated[str, typer.Option(help="The coordinator's address, for workers of other machines.")] = local.HOST,
     port: Annotated[
         int, typer.Option(min=0, max=65535, show_default=False, help="The coordinator's port (default: a free one).")
     ] = 0,
+    min_workers: Annotated[int, typer.Option(help="Below this many workers the run waits for more.")] = 1,
+    max_workers: Annotated[int | None, typer.Option(help="More workers than this are not taken in.")] = None,
+    grace: Annotated[float, typer.Option(help="Seconds a worker may take to leave before it is killed.")] = GRACE_S,
+    notice_command: Annotated[str, typer.Option(help="Exits 0 when this machine is about to be taken away.")] = "",
+    notice_every: Annotated[float, typer.Option(help="Seconds between two of these questions.")] = NOTICE_EVERY_S,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
 ) -> None:
-    """Run a script on several workers of this machine."""
+    """Run a script on several workers of this machine, or add workers to a run (--join)."""
     if not module and not Path(script).is_file():
         print(f"pliant: no script at {script}; give the path of the training script", file=sys.stderr)
         raise typer.Exit(2)
-    spec = JobSpec(
+    spec = local.JobSpec(
         script=script,
         args=tuple(args or ()),
         workers=workers,
         paces=_numbers(pace, float, "--pace"),
         sizes=_numbers(size, int, "--size"),
         directory=directory,
+        host=host,
         port=port,
         module=module,
+        min_workers=min_workers,
+        max_workers=max_workers,
+        grace_s=grace,
+        notice_command=notice_command,
+        notice_every_s=notice_every,
     )
-    outcome = run_locally(spec, ui=progress.Terminal())
+    if join:
+        access = local.Access(join, asking.token(directory, token_file))
+        outcome = local.join(spec, access, ui=progress.Terminal())
+    else:
+        outcome = local.run(spec, ui=progress.Terminal())
     raise typer.Exit(outcome.exit_status)
+
+
+@app.command()
+def coordinator(
+    directory: Annotated[Path, typer.Option("--dir", help="The run directory.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Take the place of the run's lost coordinator.")] = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Another port; only newcomers find it there.", show_default=False)
+    ] = 0,
+) -> None:
+    """Start a run's coordinator by hand, where the launcher that kept it was lost."""
+    if not resume:
+        raise UsageError("`pliant run` starts a run with its coordinator; give --resume to take a lost one's place")
+    from pliant.launch.taking_over import take_over
+
+    take_over(directory, port, lambda text: print(f"pliant: {text}", file=sys.stderr, flush=True))
 
 
 @app.command()
@@ -122,13 +162,10 @@ def audit(
 
 @app.command()
 def status(
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="The run directory (default: the newest in runs/).")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what the coordinator answers.")] = False,
+    directory: Directory = None, address: Address = "", token_file: TokenFile = None, as_json: AsJson = False
 ) -> None:
     """Show how a run is getting on."""
-    answer = _asked(directory or _newest())
+    answer = asking.get(asking.found(directory, address, token_file), "/status")
     if as_json:
         print(answer.decode())
         return
@@ -142,6 +179,50 @@ def status(
 
 
 @app.command()
+def scale(
+    workers: Annotated[int, typer.Argument(metavar="N", help="How many workers the run is to have.")],
+    directory: Directory = None,
+    address: Address = "",
+    token_file: TokenFile = None,
+) -> None:
+    """Change the number of workers of a run."""
+    if workers < 1:
+        raise UsageError(f"a run cannot go on with {workers} workers; give at least 1, or end it with Ctrl-C")
+    said = asking.post(asking.found(directory, address, token_file), "/scale", {"workers": workers})
+    print(said.decode().strip())
+
+
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Its name, as `pliant status` shows it.")],
+    directory: Directory = None,
+    address: Address = "",
+    token_file: TokenFile = None,
+) -> None:
+    """Let a worker finish its round and leave."""
+    said = asking.post(asking.found(directory, address, token_file), "/drain", {"worker": worker})
+    print(said.decode().strip())
+
+
+@app.command()
+def events(
+    directory: Directory = None,
+    address: Address = "",
+    token_file: TokenFile = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over.")] = False,
+) -> None:
+    """Show what happened to a run's workers."""
+    access = asking.found(directory, address, token_file)
+    shown = _show_events(json.loads(asking.get(access, "/events")), [])
+    while follow:
+        time.sleep(FOLLOW_S)
+        try:
+            shown = _show_events(json.loads(asking.get(access, "/events")), shown)
+        except RunEnded:
+            return
+
+
+@app.command()
 def demo() -> None:
     """Unequal workers train one model on built-in data, next to plain DDP."""
     from pliant.ui.demo import main as show
@@ -149,35 +230,17 @@ def demo() -> None:
     raise typer.Exit(show())
 
 
+def _show_events(found: list[dict[str, Any]], shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Print those not shown yet; the coordinator keeps only the last ones, so their number says nothing."""
+    for event in found:
+        if event not in shown:
+            clock = time.strftime("%H:%M:%S", time.localtime(event["unix_s"]))
+            print(f"{clock}  {event['kind']:<10} {event['worker']:<6} {event['text']}", flush=True)
+    return found
+
+
 def _numbers(text: str, kind: Callable[[str], Number], option: str) -> tuple[Number, ...]:
     try:
         return tuple(kind(part) for part in text.split(",")) if text else ()
     except ValueError:
         raise UsageError(f"{option} is {text!r}; give numbers with commas between them") from None
-
-
-def _newest() -> Path:
-    addresses = sorted(Path("runs").glob("*/address"), key=lambda path: path.stat().st_mtime)
-    if not addresses:
-        raise UsageError("no run in ./runs; give its directory with --dir")
-    return addresses[-1].parent
-
-
-def _asked(directory: Path) -> bytes:
-    try:
-        address = (directory / "address").read_text().strip()
-        token = (directory / "token").read_text().strip()
-    except OSError:
-        raise UsageError(f"no run in {directory}; give a run's directory with --dir") from None
-    connection = http.client.HTTPConnection(address, timeout=ANSWER_S)
-    try:
-        connection.request("GET", "/status", headers={"Authorization": f"Bearer {token}"})
-        response = connection.getresponse()
-        answer = response.read()
-    except (OSError, http.client.HTTPException):
-        raise UsageError(f"the run in {directory} is over: nobody listens at {address}") from None
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise UsageError(f"the coordinator at {address} refused the token in {directory}; is it another run's?")
-    return answer

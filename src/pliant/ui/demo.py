@@ -10,9 +10,11 @@ Source    Harvest: DESIGN and issue of the spine. Here it is the group's samples
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,6 +42,9 @@ DEVICE = 1 / 3
 """A device of pace 1 is a third of a core: all four then need one core together, so that on two cores, even if they
 are not idle, the speeds are the devices' and not the scheduler's."""
 EPOCHS = 8
+MORE_EPOCHS = 20
+"""after the measured ones, at most: a worker dies, and an epoch after it is back the demo ends"""
+VICTIM = 1
 BATCH = 128
 SIZE = 16
 LOOK_S = 0.1
@@ -87,17 +92,21 @@ def main() -> int:
         results = Path(name)
         _write_digits(results)
         console.print("\n[bold]Pliant[/bold]: the batch is shared out by measured pace, sums run in the background.")
+        console.print(f"After {EPOCHS} epochs w{VICTIM} is killed. The others go on, and it comes back by itself.")
         outcome = local.run(_spec(results), ui=progress.Terminal())
         if outcome.exit_status != 0:
             return outcome.exit_status
         records = _records(outcome.directory)
         pliant = pliant_result(records, results)
+        changes = changes_of(records, json.loads((results / "updates.json").read_text()))
         console.print("\n[bold]DDP[/bold]: equal shares, the same devices.")
         try:
             ddp = ddp_result(results)
         except KeyboardInterrupt:
             return INTERRUPTED
     show(console, pliant, ddp)
+    for change in changes:
+        console.print(change, soft_wrap=True)
     problems = audit(records).problems
     found = "; ".join(problems[:3]) or "every sample was used exactly once per epoch"
     console.print(f"Audit of Pliant's journal: {found}.", soft_wrap=True)
@@ -117,14 +126,15 @@ def _write_digits(results: Path) -> None:
 
 
 def _scripts_arguments(results: Path) -> tuple[str, ...]:
-    return ("--epochs", str(EPOCHS), "--batch", str(BATCH), "--size", str(SIZE), "--results", str(results))
+    job = ("--epochs", str(EPOCHS), "--batch", str(BATCH), "--size", str(SIZE), "--workers", str(len(PACES)))
+    return (*job, "--results", str(results))
 
 
 def _spec(results: Path) -> local.JobSpec:
     return local.JobSpec(
         script="pliant.ui.demo_train",
         module=True,
-        args=_scripts_arguments(results),
+        args=(*_scripts_arguments(results), "--more", str(MORE_EPOCHS), "--victim", f"w{VICTIM}"),
         workers=len(PACES),
         paces=tuple(DEVICE * pace for pace in PACES),
         directory=Path("runs", f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"),
@@ -137,9 +147,10 @@ def _records(directory: Path) -> list[journal.Record]:
 
 
 def pliant_result(records: Sequence[journal.Record], results: Path) -> Result:
-    """Samples and busy time from the journal; idle is the rest of the time in the loops over ``batches``."""
-    roster = [name for record in records if isinstance(record, journal.EraRecord) for name in record.roster]
-    tickets = [record.tickets for record in records if isinstance(record, journal.RoundRecord)]
+    """Samples and busy time of the measured epochs from the journal; idle is the rest of the time in their loops."""
+    roster = next(record.roster for record in records if isinstance(record, journal.EraRecord))
+    measured = {r.phase for r in records if isinstance(r, journal.PhaseRecord) and r.epoch < EPOCHS}
+    tickets = [r.tickets for r in records if isinstance(r, journal.RoundRecord) and r.phase in measured]
     figures = [_figures(results / f"{name}.json") for name in roster]
     shares: list[Share] = []
     for place, figure in enumerate(figures):
@@ -147,6 +158,21 @@ def pliant_result(records: Sequence[journal.Record], results: Path) -> Result:
         samples = sum(row[place].samples for row in tickets)
         shares.append(Share(samples, busy_s, max(0.0, figure["trained_s"] - busy_s)))
     return Result(shares, max(figure["trained_s"] for figure in figures), figures[0]["accuracy"])
+
+
+def changes_of(records: Sequence[journal.Record], updates: Sequence[tuple[float, int]]) -> list[str]:
+    """One line for every change of the roster: who, and how long the next update took to come."""
+    gaps = [(later[0] - earlier[0], earlier[1], later[1]) for earlier, later in itertools.pairwise(updates)]
+    usual_s = statistics.median([gap for gap, before, after in gaps if before == after] or [0.0])
+    eras = [record for record in records if isinstance(record, journal.EraRecord)]
+    lines: list[str] = []
+    for old, new in itertools.pairwise(eras):
+        pauses = [gap for gap, before, after in gaps if before < new.era <= after]
+        lost, come = [n for n in old.roster if n not in new.roster], [n for n in new.roster if n not in old.roster]
+        what = ", ".join([*(f"{name} died" for name in lost), *(f"{name} joined" for name in come)])
+        if pauses:
+            lines.append(f"{what}: the next update came after {pauses[0]:.2f} s (usually {usual_s:.2f} s).")
+    return lines
 
 
 def ddp_result(results: Path) -> Result:
@@ -173,7 +199,7 @@ def _started(results: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     python = [sys.executable, child.__file__, str(os.getpid()), sys.executable]
     try:
         for place, pace in enumerate(PACES):
-            own = ("--pace", str(DEVICE * pace), "--place", str(place), "--workers", str(len(PACES)))
+            own = ("--pace", str(DEVICE * pace), "--place", str(place))
             command = [*python, "-m", "pliant.ui.demo_ddp", *_scripts_arguments(results), *own]
             with (results / f"ddp-{place}.log").open("wb") as log:
                 processes.append(

@@ -84,7 +84,6 @@ def main() -> None:
     parser = options()
     parser.add_argument("--pace", type=float, required=True)
     parser.add_argument("--place", type=int, required=True)
-    parser.add_argument("--workers", type=int, required=True)
     wanted = parser.parse_args()
     results = Path(wanted.results)
     # gloo reads it; a write only, so that no address but the loopback's is ever used.

@@ -26,6 +26,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--size", type=int, required=True, help="samples per micro-batch")
     parser.add_argument("--results", required=True, help="where the data is, and each worker leaves its figures")
+    parser.add_argument("--more", type=int, default=0, help="at most so many epochs after the measured ones")
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--victim", default="", help="the worker that dies in the first of those")
     return parser
 
 

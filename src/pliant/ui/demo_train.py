@@ -1,12 +1,15 @@
 """The demo's training script: any script for Pliant looks like this one.
 
-Question  What does Pliant make of unequal workers?
-Holds     Leaves, per worker, the seconds its loops over ``batches`` took; all other figures are in the journal.
+Question  What does Pliant make of unequal workers, and of one that dies?
+Holds     Leaves, per worker, the seconds its loops over ``batches`` took; all other figures are in the journal. After
+          the measured epochs one worker kills itself; the leader notes when it made which update.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -23,16 +26,26 @@ def main() -> None:
     train_set, test_set = digits(results)
     model, optimizer = network()
     trained_s, accuracy = 0.0, 0.0
+    updates: list[tuple[float, int]] = []
     with pliant.join(model, optimizer, batch=wanted.batch) as run:
-        for _ in run.epochs(wanted.epochs):
+        for epoch in run.epochs(wanted.epochs + wanted.more):
             start_s = time.perf_counter()
             for images, labels in run.batches(train_set, size=wanted.size):
                 run.backward(F.cross_entropy(model(images), labels))
-                run.step()
+                if run.step():
+                    updates.append((time.monotonic(), run.era))
+                if epoch == wanted.epochs and run.worker == wanted.victim:
+                    os.kill(os.getpid(), signal.SIGKILL)
             trained_s += time.perf_counter() - start_s
             accuracy = run.evaluate(lambda batch: correct(model, batch), test_set, size=wanted.size)
-        figures = {"trained_s": trained_s, "accuracy": accuracy}
-        (results / f"{run.worker}.json").write_text(json.dumps(figures))
+            # Equal on all workers at an epoch's end; a newcomer that passes over past epochs is alone as yet.
+            if epoch > wanted.epochs and len(run.roster) == wanted.workers:
+                break
+            if epoch == wanted.epochs - 1:
+                figures = {"trained_s": trained_s, "accuracy": accuracy}
+                (results / f"{run.worker}.json").write_text(json.dumps(figures))
+        if run.is_leader:
+            (results / "updates.json").write_text(json.dumps(updates))
 
 
 if __name__ == "__main__":

@@ -13,20 +13,27 @@ import io
 import sys
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
-from pliant.launch.local import Outcome
 from pliant.launch.process import Stream
+from pliant.launch.spec import Outcome
 from pliant.runtime.status import Status
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 PLAIN_EVERY_S = 5.0
 """How often a log gets a line: often enough to see life, seldom enough to read on."""
 
 REDRAW_S = 0.1
+
+TRAINING = ("training", "finished")
+CHANGING = ("starting", "waiting", "restarting", "leaving")
+GONE = ("left", "failed", "ended")
+"""The words of ``runtime.coordinator`` for what a worker is doing."""
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
@@ -34,8 +41,8 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 def line(status: Status) -> str:
     """The run in one line."""
     if status.era == 0:
-        ready = sum(worker.state == "waiting" for worker in status.workers)
-        return f"{ready} of {len(status.workers)} workers are ready"
+        expected = [worker.state for worker in status.workers if worker.state not in GONE]
+        return f"{expected.count('waiting')} of {len(expected)} workers are ready"
     parts = [_epoch(status)]
     if status.is_evaluating:
         parts.append("evaluating")
@@ -48,9 +55,7 @@ def line(status: Status) -> str:
         parts.append(f"loss {status.loss:.4f}")
     if status.eta_s is not None:
         parts.append(f"{duration(status.eta_s)} left")
-    workers = sum(worker.state in ("training", "finished") for worker in status.workers)
-    spares = f", {status.spares} spare" if status.spares else ""
-    parts.append(f"{workers} workers{spares}")
+    parts.append(_workers(status))
     if status.skipped:
         parts.append(f"{status.skipped} skipped")
     if status.result is not None:
@@ -75,6 +80,16 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _workers(status: Status) -> str:
+    """Who computes; then who is about to come or go."""
+    states = [worker.state for worker in status.workers]
+    parts = [f"{sum(state in TRAINING for state in states)} workers"]
+    if status.spares:
+        parts.append(f"{status.spares} spare")
+    parts += [f"{states.count(state)} {state}" for state in CHANGING if state in states]
+    return ", ".join(parts)
 
 
 def _epoch(status: Status) -> str:
@@ -102,6 +117,8 @@ class Terminal:
         """The run begins."""
         self._started_s = time.monotonic()
         if self._console.is_terminal:
+            from rich.live import Live
+
             self._live = Live(
                 console=self._console,
                 auto_refresh=False,
@@ -161,6 +178,7 @@ def _near(path: Path) -> Path:
 
 
 def _prefixed(worker: str, text: str) -> Text:
-    digits = "".join(letter for letter in worker if letter.isdigit())
+    # A worker's later incarnations (w2.3) have the colour of its slot.
+    digits = "".join(letter for letter in worker.partition(".")[0] if letter.isdigit())
     colour = _COLOURS[int(digits or 0) % len(_COLOURS)]
     return Text.assemble((f"[{worker}] ", colour), Text.from_ansi(text))

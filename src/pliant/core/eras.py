@@ -1,0 +1,417 @@
+"""Which era comes next.
+
+Question  When does an era start, who is in it, who hands the state on, and what ends it?
+Holds     Era and attempt numbers are given only here, only grow, and are never used twice. There is at most one planned
+          era. An era is started only when every member of the last one has stopped or is lost, from the state of one
+          that is furthest ahead. The last worker that holds the state is not let go while another still takes it over.
+Source    ours; docs/design/0007-elastic.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pliant.core import endings
+from pliant.core.events import AskToLeave, BreakEra, Effect, Entered, Note, PlanEra, StartEra, Stopped
+from pliant.core.members import (
+    ATTEMPTS_PER_TERM,
+    Alive,
+    Connected,
+    Departing,
+    Fate,
+    Finishing,
+    Forming,
+    Gathering,
+    Halting,
+    Idle,
+    Member,
+    Planned,
+    Roster,
+    Running,
+    Slot,
+    Steady,
+    Step,
+    Waiting,
+    Worker,
+    members_of,
+    name_order,
+    owner_of,
+    slot_of,
+    with_standing,
+    worker_in,
+    worker_of,
+)
+from pliant.core.slots import kept
+from pliant.core.terms import difference
+from pliant.types import WorkerId
+
+SUSPICION_S = 0.15
+"""After a failed collective the death that caused it is confirmed within this time, if there was one."""
+
+FRUITLESS_ERAS = 5
+"""So many eras in a row without an exchange may be a series of deaths; more are waited between."""
+
+PAUSE_S = 0.1
+PAUSE_AT_MOST_S = 5.0
+"""Between fruitless eras, doubled every time."""
+
+ERAS_UNKNOWN = 100
+"""So many numbers a new coordinator passes over: eras that its predecessor started, and nobody entered."""
+
+LEAVE_WAIT_S = 30.0
+"""How long the last workers wait for one that is on its way before they go and the run ends."""
+
+
+# what members say
+
+
+def entered(state: Roster, worker: Worker, event: Entered, now_s: float) -> Step:
+    """A member is in an era."""
+    member = worker.standing
+    if isinstance(member, Waiting):
+        # It went into an era that another coordinator had planned.
+        member = Member(member.address, now_s, progress_s=now_s)
+        state = with_standing(state, worker, member)
+        worker = replace(worker, standing=member)
+    if not isinstance(member, Member) or event.era <= member.era:
+        return state, ()
+    is_new = member.era == 0
+    state = with_era_of(state, worker, event.era, event.exchange, None, now_s)
+    first = state.last_era == 1
+    note = Note("joined", f"{worker.name} joined", worker.name, quiet=first)
+    return state, (note,) if is_new else ()
+
+
+def with_era_of(state: Roster, worker: Worker, era: int, exchange: int, active: bool | None, now_s: float) -> Roster:
+    """The state after a member has said where it is."""
+    member = worker.standing
+    if not isinstance(member, Member):
+        return state
+    member = replace(
+        member,
+        era=max(era, member.era),
+        exchange=max(exchange, member.exchange),
+        active=member.active if active is None else active,
+        progress_s=now_s,
+    )
+    state = with_standing(state, worker, member)
+    # A new coordinator may hear of eras that are not in the journal yet.
+    if era > state.last_era:
+        state = replace(state, last_era=era)
+        if isinstance(state.course, Steady):
+            state = replace(state, course=replace(state.course, era=era))
+        elif isinstance(state.course, Idle) and isinstance(state.stage, Gathering):
+            # It was lost before the first era was on disk.
+            state = replace(state, stage=Running(), course=Steady(era, 0))
+    return replace(state, settled=max(state.settled, exchange))
+
+
+def stopped(state: Roster, worker: Worker, event: Stopped, now_s: float) -> Step:
+    """A member has stopped, told or not. What it said before it heard of the present era does not count."""
+    member = worker.standing
+    match state.course:
+        case Forming(start=start):
+            lowest = start.era
+        case Steady(floor=floor) | Planned(floor=floor) | Halting(floor=floor):
+            lowest = floor
+        case Idle():
+            return state, ()
+    if not isinstance(member, Member) or event.era < lowest or member.stopped_s is not None:
+        return state, ()
+    member = replace(
+        member, stopped_s=now_s, exchange=event.exchange, active=event.active, failed=event.failed, progress_s=now_s
+    )
+    state = replace(state, settled=max(state.settled, event.exchange), last_era=max(state.last_era, event.era))
+    return with_standing(state, worker, member), ()
+
+
+def redelivered(state: Roster, name: WorkerId) -> tuple[Effect, ...]:
+    """What a worker must be told that may have missed it."""
+    worker = worker_of(state, name)
+    member = worker.standing if worker is not None else None
+    if not isinstance(member, Member):
+        return ()
+    effects: tuple[Effect, ...] = ()
+    match state.course:
+        case Forming(start=start) if member.era < start.era:
+            effects = (replace(start, to=(name,)),)
+        case Planned(plan=plan) if member.era < plan.era and name in plan.to:
+            effects = (replace(plan, to=(name,)),)
+        case Halting(era=era, reason=reason) if member.stopped_s is None:
+            effects = (BreakEra(era, reason, (name,)),)
+        case _:
+            pass
+    return (*effects, AskToLeave(name, member.leaving or "")) if member.asked else effects
+
+
+# judged after every event
+
+
+def moved(state: Roster, now_s: float) -> Step:
+    """Everything about eras that follows from the present state."""
+    effects: tuple[Effect, ...] = ()
+    for step in (_halted, _formed, _founded, _renewed, _planned):
+        if not isinstance(state.stage, Gathering | Running | Finishing):
+            break
+        state, more = step(state, now_s)
+        effects += more
+    return state, effects
+
+
+def _halted(state: Roster, now_s: float) -> Step:
+    """End the era if a member of it is lost, or if its members cannot reach each other."""
+    course, reason = state.course, state.broken or _failure(state, now_s)
+    state = replace(state, broken="")
+    if not reason or isinstance(course, Idle | Halting):
+        return state, ()
+    to = tuple(worker.name for worker, _ in members_of(state))
+    if isinstance(course, Planned):
+        # Who was still outside has nothing to stop, and nothing that anybody could lose.
+        for worker, member in members_of(state):
+            if member.era == 0 and member.stopped_s is None:
+                outside = replace(member, stopped_s=now_s, exchange=0, active=False)
+                state = with_standing(state, worker, outside)
+    state = replace(state, course=Halting(state.last_era, course.floor, reason, now_s))
+    return state, (BreakEra(state.last_era, reason, to),) if to else ()
+
+
+def _failure(state: Roster, now_s: float) -> str:
+    """Why members have stopped by themselves, if no loss explains it in time."""
+    for worker, member in members_of(state):
+        if member.stopped_s is not None and now_s - member.stopped_s >= SUSPICION_S:
+            return f"{worker.name} could not go on with the others ({member.failed or 'it lost its coordinator'})"
+    return ""
+
+
+def _formed(state: Roster, now_s: float) -> Step:
+    """An era is in force when all its members are in it."""
+    match state.course:
+        case Forming(start=start):
+            if all(member.era >= start.era for _, member in members_of(state)):
+                state = replace(state, course=Steady(start.era, start.era))
+        case Planned(plan=plan):
+            there = {worker.name: member.era >= plan.era for worker, member in members_of(state)}
+            # Who is gone was in it, and has come to its end: whoever is lost ends the era before this.
+            if all(there.get(name, True) for name in plan.roster):
+                state = replace(state, course=Steady(plan.era, plan.era))
+                for worker, _ in members_of(state):
+                    if worker.name not in plan.roster:
+                        state = with_standing(state, worker, Departing(now_s))
+        case _:
+            pass
+    return state, ()
+
+
+def _founded(state: Roster, now_s: float) -> Step:
+    """Start the first era once everybody who is expected is ready and agrees."""
+    owner = owner_of(state)
+    if not isinstance(state.stage, Gathering) or not isinstance(state.course, Idle) or owner is None:
+        return state, ()
+    ready = [(w, w.standing) for w in state.workers if isinstance(w.standing, Waiting)]
+    ready.sort(key=lambda entry: name_order(entry[0].slot))
+    differs = difference([(worker.name, waiting.terms) for worker, waiting in ready])
+    if differs is not None:
+        return endings.stop(state, differs, now_s, status=1)
+    expected = [s for s in kept(state) if s.agent == owner.name and isinstance(s.process, Alive)]
+    there = {worker.slot for worker, _ in ready if isinstance(worker.line, Connected)}
+    if now_s < state.trusting_until_s or any(slot.name not in there for slot in expected):
+        return state, ()
+    chosen = [worker for worker, _ in ready if worker.slot in there][: state.rules.max_workers]
+    if not chosen or len(chosen) < state.rules.min_workers:
+        return state, ()
+    state = replace(state, terms=ready[0][1].terms, stage=Running(), settled=0)
+    return _started(state, chosen, chosen[0].name, 0, now_s)
+
+
+def _renewed(state: Roster, now_s: float) -> Step:
+    """Start the next era once everybody has stopped."""
+    course = state.course
+    if not isinstance(course, Halting) or any(member.stopped_s is None for _, member in members_of(state)):
+        return state, ()
+    present = list(members_of(state))
+    active = [(worker, member) for worker, member in present if member.active]
+    if not active and (state.settled > 0 or isinstance(state.stage, Finishing)):
+        return _lost_all(state, now_s)
+    if not present:
+        # Nothing was done yet: whoever comes begins anew.
+        return replace(state, stage=Gathering(), course=Idle()), ()
+    exchange = max((member.exchange for _, member in active), default=0)
+    donor = next((worker for worker, member in active if member.exchange == exchange), present[0][0])
+    if exchange <= state.started_at and now_s - course.since_s < _pause_s(state.fruitless):
+        return state, ()
+    joining, notes, state = _joiners(state, len(present), now_s)
+    if len(present) + len(joining) < state.rules.min_workers and isinstance(state.stage, Running):
+        return _too_few(state, course, len(present), notes)
+    state, effects = _started(state, [*(w for w, _ in present), *joining], donor.name, exchange, now_s)
+    return state, (*notes, *effects)
+
+
+def _pause_s(fruitless: int) -> float:
+    if fruitless < FRUITLESS_ERAS:
+        return 0.0
+    return min(PAUSE_AT_MOST_S, PAUSE_S * 2.0 ** min(fruitless - FRUITLESS_ERAS, 10))
+
+
+def _lost_all(state: Roster, now_s: float) -> Step:
+    """Nobody is left who holds the model's state."""
+    if isinstance(state.stage, Finishing):
+        effects: tuple[Effect, ...] = ()
+        for worker, _ in members_of(state):
+            state, more = endings.dismissed(state, worker, endings.FINISHED)
+            effects += more
+        return replace(state, course=Idle()), effects
+    what, culprit = state.last_loss or ("all workers were lost", None)
+    reason = f"{what}: nobody is left who holds the model's state, so the run ends"
+    return endings.stop(state, reason, now_s, culprit=culprit)
+
+
+def _too_few(state: Roster, course: Halting, present: int, notes: tuple[Effect, ...]) -> Step:
+    if course.noted:
+        return state, notes
+    wanted = state.rules.min_workers
+    text = f"{present} of at least {wanted} workers (--min-workers) are there: the run waits for more"
+    return replace(state, course=replace(course, noted=True)), (*notes, Note("waiting", text))
+
+
+def _started(state: Roster, chosen: list[Worker], donor: WorkerId, exchange: int, now_s: float) -> Step:
+    """Tell everybody to enter the next era."""
+    names = tuple(worker.name for worker in chosen)
+    founding = state.settled == 0
+    for worker in chosen:
+        member = worker.standing
+        if isinstance(member, Member):
+            level = founding or (member.active and member.exchange == exchange)
+            member = replace(
+                member, stopped_s=None, failed="", active=True if level else _unproven(state), progress_s=now_s
+            )
+        elif isinstance(member, Waiting):
+            # In the first era everybody takes over the leader's state at once.
+            member = Member(member.address, now_s, active=True if founding else _unproven(state), progress_s=now_s)
+        state = with_standing(state, replace(worker, heard_s=now_s), member)
+    state = _in_order(state, names)
+    start = StartEra(*_numbers(state), names, donor, exchange, _addresses(state, names), names)
+    state = replace(
+        state,
+        last_era=start.era,
+        last_attempt=start.attempt,
+        fruitless=0 if exchange > state.started_at else state.fruitless + 1,
+        started_at=exchange,
+        course=Forming(start, getattr(state.course, "floor", 0)),
+    )
+    text = f"era {start.era}: {', '.join(names)}"
+    return state, (start, Note("era", text, quiet=True))
+
+
+def _unproven(state: Roster) -> bool | None:
+    """Whether one that takes the state over holds it: not before it says so, where beats tell."""
+    return False if state.tells_active else None
+
+
+def _numbers(state: Roster) -> tuple[int, int]:
+    # Its predecessor may have started eras that never came into the journal.
+    unknown = ERAS_UNKNOWN if state.term > 1 and state.last_attempt == 0 else 0
+    return state.last_era + unknown + 1, max(state.last_attempt, state.term * ATTEMPTS_PER_TERM) + 1
+
+
+def _addresses(state: Roster, names: tuple[WorkerId, ...]) -> tuple[tuple[WorkerId, str], ...]:
+    return tuple((worker.name, member.address) for worker, member in members_of(state) if worker.name in names)
+
+
+def _in_order(state: Roster, names: tuple[WorkerId, ...]) -> Roster:
+    """The state with members in the order of the roster, before all others."""
+    by_name = {worker.name: worker for worker in state.workers}
+    rest = tuple(worker for worker in state.workers if worker.name not in names)
+    return replace(state, workers=(*(by_name[name] for name in names), *rest))
+
+
+# plans
+
+
+def _planned(state: Roster, now_s: float) -> Step:
+    """Plan the era that the members' wishes and the newcomers call for."""
+    course, present = state.course, list(members_of(state))
+    unsettled = any(not isinstance(w.line, Connected) or m.stopped_s is not None for w, m in present)
+    if not isinstance(course, Steady) or not isinstance(state.stage, Running) or unsettled or not present:
+        return state, ()
+    if now_s < state.trusting_until_s:
+        return state, ()
+    leaving = [worker for worker, member in present if member.leaving is not None]
+    staying = [worker for worker, member in present if member.leaving is None]
+    joining, notes, state = _joiners(state, len(staying), now_s)
+    if not leaving and not joining:
+        return state, notes
+    if not staying and not joining:
+        return _all_leave(state, present, now_s)
+    if not _may_go(state, staying, joining):
+        # They stay until somebody can take their place.
+        staying, leaving = [worker for worker, _ in present], []
+    if not leaving and not joining:
+        return state, notes
+    for worker in joining:
+        assert isinstance(worker.standing, Waiting)
+        member = Member(worker.standing.address, now_s, active=_unproven(state), progress_s=now_s)
+        state = with_standing(state, replace(worker, heard_s=now_s), member)
+    roster = (*(worker.name for worker in staying), *(worker.name for worker in joining))
+    to = (*(worker.name for worker, _ in present), *(worker.name for worker in joining))
+    state = _in_order(state, to)
+    donor = _donor(staying)
+    plan = PlanEra(*_numbers(state), roster, donor, _addresses(state, to), to)
+    state = replace(state, last_era=plan.era, last_attempt=plan.attempt, course=Planned(course.era, course.floor, plan))
+    return state, (*notes, plan, Note("plan", f"era {plan.era} is planned: {', '.join(roster)}", quiet=True))
+
+
+def _donor(staying: list[Worker]) -> WorkerId:
+    """The first that is known to hold the state, or else believed to."""
+    standings = [(worker.name, worker.standing) for worker in staying if isinstance(worker.standing, Member)]
+    known = [name for name, member in standings if member.active]
+    believed = [name for name, member in standings if member.is_active]
+    return next(iter((*known, *believed)), staying[0].name)
+
+
+def _may_go(state: Roster, staying: list[Worker], joining: list[Worker]) -> bool:
+    """Whether the leavers can be spared: somebody who stays holds the state, and enough remain."""
+    held = any(isinstance(worker.standing, Member) and worker.standing.is_active for worker in staying)
+    return held and len(staying) + len(joining) >= state.rules.min_workers
+
+
+def _all_leave(state: Roster, present: list[tuple[Worker, Member]], now_s: float) -> Step:
+    """Everybody is to go: the run ends, unless somebody is on the way who may take over."""
+    waited = all(now_s - member.leaving_s >= LEAVE_WAIT_S for _, member in present)
+    if not waited and any(_is_coming(state, slot) for slot in kept(state)):
+        return state, ()
+    on_purpose = all(member.asked for _, member in present)
+    return endings.stop(state, "all workers have left", now_s, status=0 if on_purpose else 1)
+
+
+def _is_coming(state: Roster, slot: Slot) -> bool:
+    worker = worker_in(state, slot.name)
+    return worker is None or not isinstance(worker.standing, Member)
+
+
+def _joiners(state: Roster, members: int, now_s: float) -> tuple[list[Worker], tuple[Effect, ...], Roster]:
+    """Who can be taken in beside so many members; the others are told once that they have to wait."""
+    if not isinstance(state.stage, Running):
+        return [], (), state
+    ready = [
+        worker
+        for worker in state.workers
+        if isinstance(worker.standing, Waiting)
+        and isinstance(worker.line, Connected)
+        and now_s - worker.heard_s <= state.dead_after_s
+        and _is_kept(state, worker)
+    ]
+    most = state.rules.max_workers
+    room = len(ready) if most is None else max(0, most - members)
+    notes: tuple[Effect, ...] = ()
+    for worker in ready[room:]:
+        waiting = worker.standing
+        if isinstance(waiting, Waiting) and not waiting.noted:
+            state = with_standing(state, worker, replace(waiting, noted=True))
+            text = f"{worker.name} waits for a place: the run has --max-workers {most} workers"
+            notes += (Note("waiting", text, worker.name),)
+    return ready[:room], notes, state
+
+
+def _is_kept(state: Roster, worker: Worker) -> bool:
+    slot = slot_of(state, worker.slot)
+    return slot is not None and slot.fate is Fate.KEPT

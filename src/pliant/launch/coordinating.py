@@ -1,0 +1,62 @@
+"""The coordinator as a process of its own.
+
+Question  How does a coordinator get its listening socket, its token and its charter?
+Holds     The socket is inherited, so nobody can take the port between two coordinators. The token is read from the run
+          directory, never from a command line. Torch is not imported.
+Source    ours; docs/design/0007-elastic.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from pliant.errors import PliantError, UsageError
+from pliant.launch import directory as run_directory
+from pliant.launch.supervision import REFUSED_EXIT
+from pliant.runtime.service import Charter, serve
+
+
+def main() -> None:
+    """The entry point: run directory, descriptor of the socket, ``start`` or ``resume``."""
+    directory, descriptor, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    # Signals are the launcher's: it ends this process when the run is over.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        with socket.socket(fileno=descriptor) as listener:
+            coordinate(directory, listener, resume=how == "resume")
+    except PliantError as error:
+        print(error, file=sys.stderr)
+        sys.exit(REFUSED_EXIT)
+
+
+def coordinate(
+    directory: Path, listener: socket.socket, *, resume: bool, on_ready: Callable[[], None] | None = None
+) -> None:
+    """Serve the run in ``directory`` until it is over."""
+    charter = _charter(directory)
+    token = run_directory.access(directory).token
+    asyncio.run(serve(charter, directory, listener, token, resume, on_ready=on_ready))
+
+
+def _charter(directory: Path) -> Charter:
+    path = directory / run_directory.CHARTER
+    try:
+        fixed = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        return msgspec.convert({**fixed, "version": version("pliant")}, type=Charter)
+    except OSError:
+        raise UsageError(f"no run in {directory}; give a run's directory with --dir") from None
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{path} is damaged or of another version of Pliant: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""What a worker in a job needs besides its loop to get from one era into the next.
+
+Question  What does a member tell a newcomer, what does a newcomer ask for, and what does everybody bring along?
+Holds     The state that is handed round is the replicated one: every member that settled the same exchange would write
+          the same bytes. Entries have one fixed form, so that they can be gathered like tickets.
+Source    docs/design/0007-elastic.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from pliant.control import messages
+from pliant.control.client import Position
+from pliant.core.rounds import Entry, Group, Past, Standing
+from pliant.core.tickets import Kind
+from pliant.runtime import takeover
+from pliant.runtime.place import Place, Seat
+from pliant.runtime.takeover import Recipient, Takeover
+from pliant.runtime.update import Training
+
+_ENTRY = struct.Struct("<qqqqqq")
+# A loop over batches, and an evaluate inside it.
+_DEPTH = 2
+
+
+class Handed(msgspec.Struct, frozen=True):
+    """The replicated state, as the donor hands it round at the start of an era."""
+
+    group: Group
+    records: int
+    live: int
+    """the bitmap of buffers that are merged"""
+    undrained: bool
+    """the exchange that makes the buffers equal is still to come"""
+
+
+_decoder = msgspec.msgpack.Decoder(Handed)
+
+
+def encoded(handed: Handed) -> bytes:
+    return msgspec.msgpack.encode(handed)
+
+
+def decoded(payload: bytes) -> Handed:
+    return _decoder.decode(payload)
+
+
+def packed_entry(entry: Entry) -> bytes:
+    dropped, kept = (
+        (*values, *(0,) * (_DEPTH - len(values))) for values in (entry.dropped[:_DEPTH], entry.kept[:_DEPTH])
+    )
+    return _ENTRY.pack(entry.active, len(entry.kept), *dropped, *kept)
+
+
+def unpacked_entry(data: bytes) -> Entry:
+    active, depth, *counts = _ENTRY.unpack(data)
+    return Entry(bool(active), tuple(counts[:_DEPTH][:depth]), tuple(counts[_DEPTH:][:depth]))
+
+
+class Donor(Protocol):
+    """Hands this worker's state on (``tensors.handoff.Donor``)."""
+
+    pending: bool
+
+    def serve(self, exchange: int, snapshot: Callable[[Sequence[str]], dict[str, Any]]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Eras:
+    """This worker's dealings with the coordinator and with newcomers."""
+
+    def __init__(
+        self,
+        place: Place,
+        donor: Donor,
+        connect: Callable[[str], Recipient],
+        carried: Mapping[str, Any],
+        share: Callable[[Any, Callable[[], None]], None],
+        come_back: Callable[[], Place],
+        overdue: Callable[[], Callable[[], None] | None] = lambda: None,
+    ) -> None:
+        self.place = place
+        self.enlisted = False
+        self.leaving = False
+        self._donor = donor
+        self._connect = connect
+        self._carried = carried
+        self.share = share
+        """(channel, look): before the first exchange, everybody takes the leader's state over"""
+        self._come_back = come_back
+        self._overdue = overdue
+        """called once this worker is asked to go: sees to it that it does not take for ever; the answer calls it off"""
+        self._in_time: Callable[[], None] | None = None
+        self._takeover: Takeover | None = None
+        self._asked_state: int | None = None
+        self._steps = 0
+        self._usual_s = 0.0
+        self._last_s: float | None = None
+
+    # -- past calls, enlisting
+
+    def past_call(self, index: int) -> Past | None:
+        """How the script's call number ``index`` ended, as far as the coordinator knew when this worker came."""
+        past = self.place.link.mailbox.welcome.past
+        if index >= len(past):
+            return None
+        return Past(Kind[past[index].task.upper()], past[index].epoch, past[index].result)
+
+    def last_past_epoch(self) -> int:
+        """The last epoch of which the coordinator knew a finished call."""
+        return max((past.epoch for past in self.place.link.mailbox.welcome.past), default=-1)
+
+    def enlist(self, index: int, task: str, length: int) -> None:
+        """Ask to become a member, from this call on."""
+        self.enlisted = True
+        self.place.enlist(messages.Call(index, task, length))
+
+    def returned(self) -> None:
+        """Back under a new name, as a newcomer."""
+        self.place = self._come_back()
+        self.enlisted = False
+        self._drop_takeover()
+
+    def leave(self, reason: str) -> None:
+        """Ask for an era without this worker. Safe in a signal handler."""
+        if not self.leaving:
+            self.leaving = True
+            self.place.link.leaving(reason)
+            self._in_time = self._overdue()
+
+    def progress(self, group: Group, standing: Standing, now_s: float, *, waiting: bool) -> None:
+        """Note how far the main loop is; the link's thread tells it."""
+        if standing is not Standing.ACTIVE:
+            # Before its first contribution (compilation) nobody knows how long a step takes.
+            self._usual_s, self._last_s = 0.0, None
+        else:
+            if not waiting and self._last_s is not None:
+                step_s = now_s - self._last_s
+                self._usual_s = step_s if self._usual_s == 0.0 else 0.8 * self._usual_s + 0.2 * step_s
+            self._last_s = now_s
+        self._steps += 1
+        self.place.link.position = Position(
+            era=group.era,
+            exchange=group.exchange,
+            round=group.round,
+            active=standing is not Standing.FOLLOWING and self.holds_all,
+            progress=self._steps,
+            waiting=waiting,
+            usual_s=self._usual_s,
+        )
+
+    # -- handing on
+
+    def serve(self, training: Training, exchange: int) -> None:
+        """Give newcomers what they asked for as of ``exchange``."""
+
+        def snapshot(want: Sequence[str]) -> dict[str, Any]:
+            with training.plain():
+                return takeover.snapshot(training, self._carried, want)
+
+        self._donor.serve(exchange, snapshot)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a newcomer waits for something."""
+        return self._donor.pending
+
+    # -- taking over
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether nothing is still to come, the user's own state included."""
+        return self._takeover is None
+
+    @property
+    def complete(self) -> bool:
+        """Whether this worker holds everything but the user's own state."""
+        return self._takeover is None or self._takeover.complete
+
+    def take_over(self, training: Training, group: Group, seat: Seat, *, keep: bool) -> None:
+        """Begin (or, with ``keep``, go on) to take the state over from the active members of the era."""
+        if self._takeover is None:
+            self._takeover = Takeover(training, self._carried, self._connect)
+        self._takeover.restart(self._donors(group, seat), keep=keep)
+
+    def go_on(self, group: Group, seat: Seat, *, knows_best: bool) -> None:
+        """An era has begun while something is still to come: ask those who are in it.
+
+        ``knows_best``: of all who are left this worker is the donor, whatever it lacks.
+        """
+        if self._takeover is None:
+            return
+        donors = self._donors(group, seat)
+        following = group.standings[group.roster.index(self.place.me)] is Standing.FOLLOWING
+        if not following and (not donors or knows_best):
+            # Only the user's own state is missing, and nobody has a newer one.
+            self._drop_takeover()
+        else:
+            self._asked_state = None
+            self._takeover.restart(donors, keep=True)
+
+    def _donors(self, group: Group, seat: Seat) -> list[str]:
+        """The addresses of those who hold the state, the era's donor first."""
+        standings = dict(zip(group.roster, group.standings, strict=True))
+        first = seat.roster[seat.donor]
+        # Who leaves holds the state too, and may be the last one to hold it.
+        holders = [worker for worker, standing in standings.items() if standing is not Standing.FOLLOWING]
+        donors = sorted(holders, key=lambda worker: (standings[worker] is Standing.LEAVING, worker != first))
+        return [seat.addresses[worker] for worker in donors if worker in seat.addresses and worker != self.place.me]
+
+    def pursue(self, exchange: int) -> None:
+        """Ask for what is missing and install what has come."""
+        if self._takeover is not None:
+            self._takeover.pursue(exchange)
+
+    def averaged(
+        self, exchange: int, present: int, factor: float, samples: tuple[int, int]
+    ) -> Callable[[Any], None] | None:
+        """Whom to show a round's mean gradients."""
+        pursuing = self._takeover
+        if pursuing is None:
+            return None
+        return lambda views: pursuing.note(exchange, views, present, factor, samples)
+
+    def ask_users_state(self, as_of: int) -> None:
+        """Ask for the user's own state as of the exchange from which this worker computes."""
+        if self._takeover is not None and self._carried["state"] and self._asked_state != as_of:
+            self._asked_state = as_of
+            self._takeover.ask_state(as_of)
+
+    def users_state_arrived(self, exchange: int) -> bool:
+        """Whether the user's state is here, and installed."""
+        if self._takeover is None:
+            return True
+        if not self._carried["state"]:
+            self._drop_takeover()
+            return True
+        values = self._takeover.users_state(exchange)
+        if values is None:
+            return False
+        takeover.install_state(self._carried["state"], values)
+        self._drop_takeover()
+        return True
+
+    def _drop_takeover(self) -> None:
+        if self._takeover is not None:
+            self._takeover.close()
+            self._takeover = None
+        self._asked_state = None
+
+    def close(self) -> None:
+        """Nothing more is handed on or taken over."""
+        if self._in_time is not None:
+            # It has gone; what the script does afterwards takes as long as it takes.
+            self._in_time()
+        self._drop_takeover()
+        self._donor.close()

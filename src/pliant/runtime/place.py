@@ -1,0 +1,247 @@
+"""This worker's place in a job: which era it is in, and how it gets into the next one.
+
+Question  How does a worker hear that its era is over or another one is planned, and how does it enter?
+Holds     Looking costs next to nothing and is done between micro-batches. A planned group is formed in the background,
+          once, and given up when the plan is overtaken. Nothing of an era that was declared broken is settled after
+          this worker has said ``stopped``. Waiting is polling, so that a simulated clock can drive it.
+Source    docs/design/0007-elastic.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pliant.control.client import Position
+from pliant.control.mailbox import Mailbox
+from pliant.control.messages import Call, EraPlan, EraStart, Signature
+from pliant.errors import PliantError
+from pliant.types import WorkerId
+
+# A worker that waits for an era looks as often as one that waits for a sum.
+_POLL_S = 0.001
+# What a group may take to form once everybody is told; beyond that its members are asked again.
+_FORM_S = 30.0
+
+
+class EraBroken(Exception):
+    """The era is over: somebody was lost, or the members' connections failed."""
+
+
+class Evicted(Exception):
+    """This worker was taken off the roster; it may come back as a newcomer."""
+
+
+class Link(Protocol):
+    """The line to the coordinator (``control.client.Link``, or a simulated one)."""
+
+    mailbox: Mailbox
+    position: Position
+    sends_lines: bool
+    local_address: str
+
+    @property
+    def worker(self) -> str: ...
+    def ready(self, signature: Signature, address: str, call: Call | None) -> None: ...
+    def leaving(self, reason: str) -> None: ...
+    def stopped(self, era: int, exchange: int, *, active: bool, failed: str = "") -> None: ...
+    def entered(self, era: int, exchange: int) -> None: ...
+    def plan(self, epochs: int | None, samples: int | None) -> None: ...
+    def put(self, attempt: int, key: str, value: bytes) -> None: ...
+    def get(self, attempt: int, key: str, timeout_s: float) -> bytes: ...
+    def keep(self, lines: Iterable[bytes], first: int) -> None: ...
+    def send_lines_again(self) -> None: ...
+    def finish(self, *, left: bool) -> None: ...
+    def fail(self, reason: str, *, shown: bool, fatal: bool = False) -> None: ...
+    def close(self) -> None: ...
+
+
+class Forming(Protocol):
+    """A group on its way (``tensors.group.Forming``)."""
+
+    over: bool
+
+    @property
+    def failed(self) -> bool: ...
+    def result(self) -> Any: ...
+    def abandon(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A place in a formed group."""
+
+    channel: Any
+    """``tensors.group.Gloo`` or ``Alone``"""
+    era: int
+    roster: tuple[WorkerId, ...]
+    donor: int
+    """the place of the member whose state all go on with"""
+    addresses: Mapping[str, str]
+    exchange: int = 0
+    """unplanned: what the donor has settled"""
+
+
+Form = Callable[[int, int, int], Forming]
+"""(attempt, place, members) -> the group, being formed"""
+
+
+class Place:
+    """Between the coordinator's word and the worker's loop."""
+
+    def __init__(
+        self,
+        link: Link,
+        form: Form,
+        signature: Signature,
+        address: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.link = link
+        self._mailbox = link.mailbox
+        self._form = form
+        self._signature = signature
+        self._address = address
+        self._clock = clock
+        self._sleep = sleep
+        self._planned: EraPlan | None = None
+        self._forming: Forming | None = None
+        self._left_out = False
+
+    @property
+    def me(self) -> WorkerId:
+        return WorkerId(self.link.worker)
+
+    @property
+    def asked_to_leave(self) -> bool:
+        """By the coordinator, or because the planned era goes on without this worker."""
+        return self._mailbox.leave is not None or self._left_out
+
+    # -- between micro-batches
+
+    def look(self, era: int) -> None:
+        """Raise if the run is over, this worker is off the roster, or its era is."""
+        mailbox = self._mailbox
+        if mailbox.trouble is not None:
+            mailbox.check()
+        if mailbox.evicted is not None:
+            raise Evicted(mailbox.evicted)
+        if mailbox.broken_era >= era:
+            raise EraBroken(mailbox.broken_reason)
+
+    def prepared(self, era: int) -> tuple[int, int]:
+        """(term, era) of the planned era that this worker could switch to now; zeros if there is none."""
+        plan = self._mailbox.plan
+        if plan is not self._planned:
+            self._give_up_plan()
+            self._planned = plan if plan is not None and plan.era > era else None
+            if self._planned is not None:
+                self._begin(self._planned)
+        if self._planned is None:
+            return 0, 0
+        if self._left_out:
+            return self._planned.term, self._planned.era
+        assert self._forming is not None
+        if self._forming.failed:
+            raise EraBroken(f"the group of era {self._planned.era} could not be formed")
+        return (self._planned.term, self._planned.era) if self._forming.over else (0, 0)
+
+    def _begin(self, plan: EraPlan) -> None:
+        self._left_out = self.me not in plan.roster
+        if not self._left_out:
+            self._forming = self._form(plan.attempt, plan.roster.index(self.me), len(plan.roster))
+
+    def _give_up_plan(self) -> None:
+        if self._forming is not None:
+            self._forming.abandon()
+        self._planned, self._forming, self._left_out = None, None, False
+
+    def taken_up(self, number: tuple[int, int]) -> Seat | None:
+        """The seat in the planned era that has just begun; None: this worker is not in it any more."""
+        plan, forming = self._planned, self._forming
+        if plan is None or (plan.term, plan.era) != number:
+            raise EraBroken(f"era {number[1]} was planned by a coordinator that is gone")
+        self._planned, self._forming = None, None
+        self._mailbox.fulfilled(plan)
+        if forming is None:
+            return None
+        roster = tuple(WorkerId(name) for name in plan.roster)
+        try:
+            channel = forming.result()
+        except (RuntimeError, TimeoutError, OSError) as error:
+            raise EraBroken(f"the group of era {plan.era} could not be formed: {error}") from error
+        return Seat(channel, plan.era, roster, plan.roster.index(plan.donor), plan.addresses)
+
+    # -- without an era
+
+    def enlist(self, call: Call | None) -> None:
+        """Ask to become a member."""
+        self.link.ready(self._signature, self._address, call)
+
+    def stop(self, era: int, exchange: int, *, active: bool, failed: str = "") -> None:
+        """Say that nothing more of the era will be settled here."""
+        self._give_up_plan()
+        self.link.stopped(era, exchange, active=active, failed=failed)
+
+    def next_seat(self, era: int) -> Seat:
+        """Wait for an era after ``era`` that has a place for this worker, and form its group."""
+        while True:
+            start = self._awaited(era)
+            if self.me not in start.roster:
+                era = start.era
+                continue
+            forming = self._form(start.attempt, start.roster.index(self.me), len(start.roster))
+            try:
+                channel = self._formed(forming, start.era)
+            except EraBroken:
+                era = start.era
+                # A plan that comes to nothing is replaced by the coordinator on its own.
+                if isinstance(start, EraStart):
+                    at = self.link.position
+                    self.stop(start.era, at.exchange, active=at.active, failed="the group could not be formed")
+                continue
+            roster = tuple(WorkerId(name) for name in start.roster)
+            exchange = start.exchange if isinstance(start, EraStart) else -1
+            return Seat(channel, start.era, roster, start.roster.index(start.donor), start.addresses, exchange)
+
+    def _awaited(self, era: int) -> EraStart | EraPlan:
+        while True:
+            mailbox = self._mailbox
+            mailbox.check()
+            if mailbox.evicted is not None:
+                raise Evicted(mailbox.evicted)
+            start, plan = mailbox.start, mailbox.plan
+            if start is not None and start.era > max(era, mailbox.broken_era):
+                return start
+            if start is not None and start.era > era:
+                # Over before this worker looked; the others wait for its answer all the same.
+                era, at = mailbox.broken_era, self.link.position
+                self.stop(era, at.exchange, active=at.active)
+            # A plan is for newcomers: a member whose era broke has given up its part in it.
+            outside = self.link.position.era == 0
+            if outside and plan is not None and plan.era > max(era, mailbox.broken_era) and self.me in plan.roster:
+                return plan
+            self._sleep(_POLL_S)
+
+    def _formed(self, forming: Forming, era: int) -> Any:
+        """Wait for a group; gives it up when its era is over before it began."""
+        deadline_s = self._clock() + _FORM_S
+        try:
+            while not forming.over:
+                self.look(era)
+                if self._mailbox.start is not None and self._mailbox.start.era > era:
+                    raise EraBroken("another era has taken its place")
+                if self._clock() > deadline_s:
+                    raise EraBroken("the group did not form in time")
+                self._sleep(_POLL_S)
+            return forming.result()
+        except (RuntimeError, TimeoutError, OSError) as error:
+            forming.abandon()
+            raise EraBroken(str(error)) from error
+        except (EraBroken, Evicted, PliantError):
+            forming.abandon()
+            raise

@@ -1,0 +1,151 @@
+"""The coordinator as a service.
+
+Question  How does a coordinator begin, alone and under a new term, and when does it end?
+Holds     At most one coordinator serves a run directory: it holds the lock as long as it lives, and raises the term
+          under it. It serves until the run is over and everybody was told so. Deciding is ``Coordinator``'s; here are
+          only clock, sockets and files.
+Source    ours; docs/design/0007-elastic.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pliant.control.app import Server, application
+from pliant.core import events
+from pliant.errors import UsageError
+from pliant.runtime.coordinator import Charter, Coordinator, JournalFile
+
+__all__ = ["Charter", "serve"]
+
+TICK_S = 0.05
+"""How often time is let pass: a tenth of the shortest wait that a worker's fate depends on."""
+
+FAREWELL_S = 1.0
+"""How long launchers may take to hear that the run is over."""
+
+JOURNAL, TERM, LOCK = "journal.jsonl", "term", "lock"
+
+
+async def serve(
+    charter: Charter,
+    directory: Path,
+    listener: socket.socket,
+    token: str,
+    resume: bool,
+    *,
+    on_ready: Callable[[], None] | None = None,
+) -> events.Ended:
+    """Coordinate the run in ``directory`` until it is over."""
+    with _locked(directory), contextlib.ExitStack() as stack:
+        coordinator, journal_file = _coordinator(charter, directory, resume)
+        stack.callback(journal_file.close)
+        server = Server(application(coordinator, token))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        terminated = asyncio.Event()
+        with _signals(terminated):
+            try:
+                return await _followed(coordinator, server, serving, terminated, on_ready)
+            finally:
+                server.should_exit = True
+                await serving
+
+
+def _coordinator(charter: Charter, directory: Path, resume: bool) -> tuple[Coordinator, JournalFile]:
+    path = directory / JOURNAL
+    if not resume:
+        journal_file = JournalFile(path)
+        term = _raised_term(directory)
+        return Coordinator(charter, journal_file, time.monotonic, time.time(), term=term), journal_file
+    if not path.exists() or path.stat().st_size == 0:
+        # The lost one had not even begun.
+        path.unlink(missing_ok=True)
+        return _coordinator(charter, directory, resume=False)
+    journal_file, records = JournalFile.reopened(path)
+    term = _raised_term(directory)
+    coordinator = Coordinator.resumed(charter, journal_file, records, term, time.monotonic, time.time())
+    return coordinator, journal_file
+
+
+async def _followed(
+    coordinator: Coordinator,
+    server: Server,
+    serving: asyncio.Task[None],
+    terminated: asyncio.Event,
+    on_ready: Callable[[], None] | None,
+) -> events.Ended:
+    """Let time pass until the run is over."""
+    while coordinator.end is None:
+        await asyncio.wait([serving], timeout=TICK_S)
+        if serving.done():
+            raise RuntimeError("the coordinator's server ended by itself") from serving.exception()
+        if on_ready is not None and server.started:
+            on_ready()
+            on_ready = None
+        if terminated.is_set():
+            terminated.clear()
+            coordinator.handle(events.Hindered("the coordinator was terminated"), time.monotonic())
+        coordinator.handle(events.Tick(), time.monotonic())
+    until_s = time.monotonic() + FAREWELL_S
+    # Launchers close their connections when they have heard it.
+    while coordinator.has_agents and time.monotonic() < until_s and not serving.done():
+        await asyncio.sleep(TICK_S / 5)
+    return coordinator.end
+
+
+@contextlib.contextmanager
+def _signals(terminated: asyncio.Event) -> Iterator[None]:
+    """Ctrl-C is the launcher's to judge; SIGTERM ends the run, unless whoever started us ignores it."""
+    loop = asyncio.get_running_loop()
+    taken: list[int] = []
+    for number, action in ((signal.SIGINT, lambda: None), (signal.SIGTERM, terminated.set)):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            # Outside the main thread Python has no signals.
+            with contextlib.suppress(ValueError, RuntimeError):
+                loop.add_signal_handler(number, action)
+                taken.append(number)
+    try:
+        yield
+    finally:
+        for number in taken:
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the run directory; the system lets go of it when this process ends, however it does."""
+    descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UsageError(f"the coordinator of the run in {directory} is alive; it needs no other") from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _raised_term(directory: Path) -> int:
+    """The number of this coordinator, on disk before it is used."""
+    path = directory / TERM
+    try:
+        term = int(path.read_text()) + 1
+    except FileNotFoundError:
+        term = 1
+    except ValueError as error:
+        raise UsageError(f"{path} is damaged: it must hold a whole number") from error
+    fresh = directory / f"{TERM}.new"
+    with fresh.open("w") as file:
+        file.write(f"{term}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+    return term

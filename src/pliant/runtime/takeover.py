@@ -1,0 +1,333 @@
+"""A newcomer takes the group's state over while the rounds go on.
+
+Question  How does a follower come to hold weights and optimizer state that change with every round?
+Holds     It names the exchange as of which it wants tensors, so nothing is guessed: from there on it keeps the sums of
+          the tensors in flight (of no others), catches up when they arrive, and updates what it holds with every sum.
+          A donor that fails is replaced; what was installed stays good as long as no exchange was missed.
+Source    docs/design/0007-elastic.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pliant.runtime.update import Training
+
+META, STATE = "meta", "state"
+# What a donor copies, and a follower keeps sums of, at a time. One tensor may be larger.
+_REQUEST_BYTES = 128 << 20
+
+
+class Missed(Protocol):
+    """The donor was past the exchange that was asked for."""
+
+    exchange: int
+
+
+class Recipient(Protocol):
+    """The line to the donor (``tensors.handoff.Recipient``)."""
+
+    failed: str | None
+
+    def request(self, as_of: int, want: Sequence[str]) -> None: ...
+    def arrived(self) -> Any: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Round:
+    """One applied round, as far as tensors in flight need it."""
+
+    gradients: dict[int, Tensor]
+    factor: float
+    rates: list[float]
+    applied: bool
+    samples: tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request under way."""
+
+    as_of: int
+    want: list[str]
+    since: list[_Round] = field(default_factory=list)
+    """rounds applied by the group after ``as_of``"""
+
+    @property
+    def parameters(self) -> list[int]:
+        return [int(name[1:]) for name in self.want if name.startswith("p")]
+
+    @property
+    def constants(self) -> list[int]:
+        return [int(name[1:]) for name in self.want if name.startswith("c")]
+
+    @property
+    def buffers(self) -> list[int]:
+        return [int(name[1:]) for name in self.want if name.startswith("b")]
+
+
+class Takeover:
+    """What a follower holds, what it waits for, and whom it asks."""
+
+    def __init__(
+        self,
+        training: Training,
+        carried: Mapping[str, Any],
+        connect: Callable[[str], Recipient],
+    ) -> None:
+        self._training = training
+        self._carried = carried
+        self._connect = connect
+        self._recipient: Recipient | None = None
+        self._state_from: Recipient | None = None
+        """who was asked for the user's state"""
+        self._donors: list[str] = []
+        self._asked: _Asked | None = None
+        self._ahead = 1
+        self._missing = self._everything()
+        training.held = 0
+
+    def _everything(self) -> list[str]:
+        """The names of all there is to take over, in the order in which it is asked for.
+
+        Buffers that are merged are small and come with the first part; large ones hardly ever change.
+        """
+        training = self._training
+        unmerged = [i for i in range(len(training.buffers)) if not training.buffers.is_live(i)]
+        names = [f"c{i}" for i in range(len(training.constants()))] + [f"b{i}" for i in unmerged]
+        return [META, *names, *(f"p{i}" for i in range(len(training.parameters)))]
+
+    def _bytes(self, name: str) -> int:
+        if name == META:
+            return 0
+        kind, index = name[0], int(name[1:])
+        if kind == "c":
+            return self._training.constants()[index].nbytes
+        if kind == "b":
+            return self._training.buffers.nbytes(index)
+        # A parameter comes with an optimizer state of about its size.
+        return self._training.parameters[index].nbytes * 2
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything but the user's own state is here."""
+        return not self._missing and self._asked is None
+
+    def restart(self, donors: Sequence[str], *, keep: bool) -> None:
+        """An era has begun: ask its active members; ``keep``: no exchange was missed."""
+        self._drop_recipient()
+        self._donors = list(donors)
+        if self._asked is not None:
+            self._missing = [*self._asked.want, *self._missing]
+            self._asked = None
+        if not keep:
+            self._missing = self._everything()
+            self._training.held = 0
+
+    def _drop_recipient(self) -> None:
+        if self._recipient is not None:
+            self._recipient.close()
+            self._recipient = None
+
+    def close(self) -> None:
+        """No longer needed."""
+        self._drop_recipient()
+        self._training.held = None
+
+    def pursue(self, exchange: int) -> None:
+        """Ask for what is missing, install what has come. ``exchange``: what this worker has settled."""
+        recipient = self._line()
+        if recipient is None:
+            return
+        if self._asked is not None:
+            if self._asked.as_of > exchange:
+                # The donor may be one exchange ahead: its tensors hold a sum that is still to be applied here.
+                return
+            answer = recipient.arrived()
+            if answer is None:
+                return
+            asked, self._asked = self._asked, None
+            if not isinstance(answer, tuple):
+                # Too late: ask for a later one, the further ahead the slower the line is.
+                self._missing = [*asked.want, *self._missing]
+                self._ahead = max(self._ahead * 2, answer.exchange - exchange + 1)
+            else:
+                self._install(asked, answer[1])
+        if self._missing:
+            self._ask(recipient, exchange + self._ahead)
+
+    def _line(self) -> Recipient | None:
+        if self._recipient is not None and self._recipient.failed is not None:
+            self._drop_recipient()
+            self._donors = self._donors[1:] + self._donors[:1]
+            if self._asked is not None:
+                self._missing = [*self._asked.want, *self._missing]
+                self._asked = None
+        if self._recipient is None and self._donors:
+            self._recipient = self._connect(self._donors[0])
+        return self._recipient
+
+    def _ask(self, recipient: Recipient, as_of: int) -> None:
+        want: list[str] = []
+        size = 0
+        while self._missing:
+            name = self._missing[0]
+            size += self._bytes(name)
+            if want and size > _REQUEST_BYTES:
+                break
+            want.append(self._missing.pop(0))
+        self._asked = _Asked(as_of, want)
+        recipient.request(as_of, want)
+
+    def ask_state(self, as_of: int) -> None:
+        """Ask for the user's own state; everything else is here."""
+        recipient = self._line()
+        if recipient is not None:
+            self._state_from = recipient
+            recipient.request(as_of, [STATE])
+
+    def users_state(self, exchange: int) -> Mapping[str, Any] | None:
+        """The user's state once it is here; asks the next donor, or for a later exchange, where that failed."""
+        recipient = self._line()
+        if recipient is None:
+            return None
+        # A donor that failed was replaced, perhaps long ago; who came after it has not been asked for this.
+        failed = recipient is not self._state_from
+        answer = None if failed else recipient.arrived()
+        self._state_from = recipient
+        if isinstance(answer, tuple):
+            return answer[1][STATE]
+        if failed or answer is not None:
+            # Not later than where the donor is: it may be waiting for this worker's part of the next exchange.
+            recipient.request(exchange if answer is None else max(exchange, answer.exchange), [STATE])
+        return None
+
+    # -- rounds meanwhile
+
+    def note(
+        self, exchange: int, views: Sequence[Tensor] | None, present: int, factor: float, samples: tuple[int, int]
+    ) -> None:
+        """A round was settled as ``exchange``; ``views`` are its mean gradients, None if it was not applied."""
+        asked = self._asked
+        if asked is None or exchange <= asked.as_of:
+            return
+        gradients: dict[int, Tensor] = {}
+        if views is not None:
+            gradients = {index: views[index].clone() for index in asked.parameters if present >> index & 1}
+        rates = [float(group["lr"]) for group in self._training.optimizer.param_groups]
+        asked.since.append(_Round(gradients, factor, rates, views is not None, samples))
+
+    def _install(self, asked: _Asked, parts: Mapping[str, Any]) -> None:
+        training = self._training
+        merged = any(each.applied for each in asked.since)
+        if META in asked.want:
+            install_meta(training, self._carried, parts[META], merged=merged)
+        training.buffers.adopt({index: parts[f"b{index}"] for index in asked.buffers}, merged=merged)
+        with torch.no_grad():
+            for index in asked.constants:
+                training.constants()[index].copy_(parts[f"c{index}"])
+        for index in asked.parameters:
+            install_parameter(training, index, parts[f"p{index}"])
+        for each in asked.since:
+            training.catch_up(each.gradients, each.factor, None if META in asked.want else each.rates)
+            if META in asked.want:
+                training.advance_schedule(*each.samples)
+                training.follow_scale(applied=each.applied)
+        training.held = (training.held or 0) | sum(1 << index for index in asked.parameters)
+
+
+# -- both ends
+
+
+@torch.no_grad()
+def snapshot(training: Training, carried: Mapping[str, Any], want: Sequence[str]) -> dict[str, Any]:
+    """Copies of what a follower asks for, as of now. The model shows the plain weights and the group's buffers."""
+    parts: dict[str, Any] = {}
+    for name in want:
+        if name == META:
+            parts[name] = _meta(training, carried)
+        elif name == STATE:
+            parts[name] = _copied(stated(carried["state"]))
+        elif name.startswith("b"):
+            parts[name] = training.buffers.value(int(name[1:]))
+        elif name.startswith("c"):
+            parts[name] = training.constants()[int(name[1:])].detach().cpu().clone()
+        else:
+            p = training.parameters[int(name[1:])]
+            state = training.optimizer.state.get(p, {})
+            parts[name] = {"value": p.detach().cpu().clone(), "state": _copied(dict(state))}
+    return parts
+
+
+def _meta(training: Training, carried: Mapping[str, Any]) -> dict[str, Any]:
+    hyper = [
+        {name: value for name, value in group.items() if name != "params"} for group in training.optimizer.param_groups
+    ]
+    return {
+        "groups": _copied(hyper),
+        "buffers": {i: training.buffers.value(i) for i in range(len(training.buffers)) if training.buffers.is_live(i)},
+        "epochs": training.epochs_ended,
+        "scale": training.scale_state(),
+        "outer": _copied(stated({name: carried[name] for name in ("scheduler", "scaler")})),
+    }
+
+
+def stated(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Objects by their ``state_dict``, plain values as they are."""
+    present = {name: value for name, value in objects.items() if value is not None}
+    return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in present.items()}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    return value
+
+
+@torch.no_grad()
+def install_meta(training: Training, carried: Mapping[str, Any], meta: Mapping[str, Any], *, merged: bool) -> None:
+    """Take over hyper-parameters, schedule, scaler and buffers."""
+    for name, value in meta["outer"].items():
+        carried[name].load_state_dict(value)
+    for group, hyper in zip(training.optimizer.param_groups, meta["groups"], strict=True):
+        group.update(hyper)
+    for index in meta["buffers"]:
+        training.buffers.grow(1 << index)
+    training.buffers.adopt(meta["buffers"], merged=merged)
+    ended, training.epochs_ended = training.epochs_ended, meta["epochs"]
+    for epoch in range(meta["epochs"], ended):
+        # Ended here since; the schedule that was just loaded does not know of it.
+        training.end_epoch(epoch)
+    training.take_scale(meta["scale"])
+
+
+@torch.no_grad()
+def install_parameter(training: Training, index: int, part: Mapping[str, Any]) -> None:
+    """Take over one parameter and its optimizer state."""
+    p = training.parameters[index]
+    p.copy_(part["value"])
+    # Asking for a parameter's state makes an empty one: where the donor has none, there is to be none.
+    training.optimizer.state.pop(p, None)
+    for name, value in part["state"].items():
+        # As torch's own load_state_dict: a step counter stays where it is, the rest goes with the parameter.
+        moves = isinstance(value, Tensor) and value.shape == p.shape
+        training.optimizer.state[p][name] = value.to(p.device) if moves else value
+
+
+def install_state(objects: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Take over the user's own objects and values."""
+    for name, value in values.items():
+        if hasattr(objects.get(name), "load_state_dict"):
+            objects[name].load_state_dict(value)
+        else:
+            objects[name] = value

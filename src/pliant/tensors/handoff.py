@@ -1,0 +1,377 @@
+"""The state stream between a donor and a newcomer.
+
+Question  How does a newcomer get tensors as of a named exchange while the donor computes on?
+Holds     The donor's main thread only takes copies, at a rest; threads do all the talking. Both ends prove that they
+          know the job's token before anything is said. No pickle: a JSON skeleton and raw tensors in checksummed
+          chunks. What arrives damaged, short or too large fails the newcomer's end with a text, never more.
+Source    ours; docs/design/0007-elastic.md ("Handing the state on").
+
+On the wire, donor D and newcomer N:
+
+    D, N: who they are (``stream.welcome``, ``stream.introduce``)
+    N: {"as_of": 17, "want": ["model", …]}      D: missed (exchange) | refused (reason) | state (exchange, sizes)
+    D, after "state": the skeleton, then all tensors in the skeleton's order (``stream.write_chunks``)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, BinaryIO
+
+import msgspec
+import torch
+from torch import Tensor
+
+from pliant.errors import UsageError
+from pliant.tensors import stream
+from pliant.tensors.state import blank_tensors, flattened, rebuilt
+
+SKELETON_BYTES = 64 << 20
+"""A skeleton has some 100 bytes per tensor; a larger one is none."""
+
+_CONNECTIONS = 64  # newcomers that one donor serves at the same time
+_GREETING_S = 10.0  # what a peer may take to prove who it is
+_STALLED_S = 30.0  # a stream without a byte for so long has broken
+_LOOK_S = 0.2  # how soon a thread sees that its peer or its owner has gone
+
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Snapshot = Callable[[Sequence[str]], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """The request came too late: the donor is past that exchange already."""
+
+    exchange: int
+    """where the donor was"""
+
+
+class _Request(msgspec.Struct):
+    as_of: Natural
+    want: list[str]
+
+
+class _TooLate(msgspec.Struct, tag="missed"):
+    exchange: Natural
+
+
+class _Refusal(msgspec.Struct, tag="refused"):
+    reason: str
+
+
+class _State(msgspec.Struct, tag="state"):
+    exchange: Natural
+    skeleton_bytes: Natural
+    tensor_bytes: Natural
+
+
+_Head = _TooLate | _Refusal | _State
+
+
+# -- the donor
+
+
+class _Waiting:
+    """A request that the main thread has not answered yet."""
+
+    def __init__(self, request: _Request) -> None:
+        self.as_of = request.as_of
+        self.want = request.want
+        self.head: _Head | None = None
+        self.state: dict[str, Any] = {}
+        self.answered = threading.Event()
+
+    def answer(self, head: _Head, state: dict[str, Any] | None = None) -> None:
+        self.head, self.state = head, state or {}
+        self.answered.set()
+
+
+class Donor:
+    """Gives state to newcomers who know the token."""
+
+    def __init__(self, host: str, token: str) -> None:
+        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._listener.settimeout(_LOOK_S)
+        stream.close_in_children(self._listener)
+        port = self._listener.getsockname()[1]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.pending = False
+        """whether a request waits for ``serve``"""
+        self._token = token
+        self._lock = threading.Lock()
+        self._waiting: list[_Waiting] = []
+        self._connections: set[socket.socket] = set()
+        self._closed = False
+        threading.Thread(target=self._accept, name="pliant-donor", daemon=True).start()
+
+    def serve(self, exchange: int, snapshot: Snapshot) -> None:
+        """The group is at rest after ``exchange``: copy what was asked for as of it. Called by the main thread.
+
+        ``snapshot`` is given the names wanted and returns copies, which are sent while the main thread goes on.
+        """
+        for request in self._take_due(exchange):
+            if request.as_of < exchange:
+                request.answer(_TooLate(exchange))
+                continue
+            try:
+                state = snapshot(request.want)
+            except Exception as error:
+                # A newcomer that asks for what is not there is its own problem; the run goes on.
+                request.answer(_Refusal(f"{type(error).__name__}: {error}"))
+            else:
+                request.answer(_State(exchange, 0, 0), state)
+
+    def close(self) -> None:
+        """Stop listening and cut every connection."""
+        with self._lock:
+            self._closed = True
+            self._waiting, self.pending = [], False
+            connections = list(self._connections)
+        for connection in connections:
+            stream.shut_down(connection)
+
+    def _take_due(self, exchange: int) -> list[_Waiting]:
+        with self._lock:
+            due = [each for each in self._waiting if each.as_of <= exchange]
+            self._waiting = [each for each in self._waiting if each.as_of > exchange]
+            self.pending = bool(self._waiting)
+        return due
+
+    def _accept(self) -> None:
+        with self._listener:
+            while not self._closed:
+                try:
+                    connection, _ = self._listener.accept()
+                except TimeoutError:
+                    continue
+                except OSError:
+                    if self._listener.fileno() < 0:
+                        return
+                    continue
+                threading.Thread(target=self._attend, args=(connection,), name="pliant-giving", daemon=True).start()
+
+    def _attend(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError, stream.Broken), connection:
+            stream.close_in_children(connection)
+            if not self._admitted(connection):
+                return
+            try:
+                with connection.makefile("rb") as reader, connection.makefile("wb") as writer:
+                    self._converse(connection, reader, writer)
+            finally:
+                with self._lock:
+                    self._connections.discard(connection)
+
+    def _admitted(self, connection: socket.socket) -> bool:
+        with self._lock:
+            if self._closed or len(self._connections) >= _CONNECTIONS:
+                return False
+            self._connections.add(connection)
+            return True
+
+    def _converse(self, connection: socket.socket, reader: BinaryIO, writer: BinaryIO) -> None:
+        connection.settimeout(_GREETING_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stream.welcome(reader, writer, self._token)
+        while not self._closed:
+            connection.settimeout(None)
+            waiting = _Waiting(_read_request(reader))
+            connection.settimeout(_STALLED_S)
+            if not self._answered(waiting, connection):
+                return
+            _send_answer(writer, waiting)
+
+    def _answered(self, waiting: _Waiting, connection: socket.socket) -> bool:
+        """Wait for ``serve``; False when the newcomer or this donor goes first."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._waiting.append(waiting)
+            self.pending = True
+        while not waiting.answered.wait(_LOOK_S):
+            if self._closed or stream.hung_up(connection):
+                self._withdraw(waiting)
+                return False
+        return True
+
+    def _withdraw(self, waiting: _Waiting) -> None:
+        with self._lock:
+            self._waiting = [each for each in self._waiting if each is not waiting]
+            self.pending = bool(self._waiting)
+
+
+def _read_request(reader: BinaryIO) -> _Request:
+    return stream.decoded(stream.read_frame(reader), _Request)
+
+
+def _send_answer(writer: BinaryIO, waiting: _Waiting) -> None:
+    head, tensors, skeleton = waiting.head, list[Tensor](), b""
+    if isinstance(head, _State):
+        try:
+            skeleton, tensors = flattened(waiting.state)
+            if len(skeleton) > SKELETON_BYTES:
+                raise UsageError(f"the state has a skeleton of {len(skeleton)} bytes, more than {SKELETON_BYTES}")
+            head = _State(head.exchange, len(skeleton), sum(each.numel() * each.element_size() for each in tensors))
+        except (UsageError, ValueError, TypeError, OverflowError) as error:
+            head, tensors, skeleton = _Refusal(str(error)), [], b""
+    assert head is not None
+    stream.write_frame(writer, msgspec.msgpack.encode(head))
+    stream.write_chunks(writer, memoryview(skeleton))
+    waiting.state = {}
+    tensors.reverse()
+    while tensors:  # each tensor's memory is free as soon as it is sent
+        stream.write_chunks(writer, _bytes_of(tensors.pop().detach().cpu().contiguous()))
+    writer.flush()
+
+
+# -- the newcomer
+
+
+class Recipient:
+    """Asks one donor for state; everything happens in a thread of its own, and ``arrived`` is polled."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self.failed: str | None = None
+        """why nothing more will arrive"""
+        self._address = address
+        self._token = token
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._arrived: deque[tuple[int, dict[str, Any]] | Missed] = deque()
+        self._lock = threading.Lock()
+        self._connection: socket.socket | None = None
+        self._closed = False
+        threading.Thread(target=self._run, name="pliant-receiving", daemon=True).start()
+
+    def request(self, as_of: int, want: Sequence[str]) -> None:
+        """Ask for ``want`` as of an exchange; several requests are answered one after another."""
+        self._requests.put(_Request(as_of, list(want)))
+
+    def arrived(self) -> tuple[int, dict[str, Any]] | Missed | None:
+        """The next answer (the exchange and the state as of it), if there is one."""
+        return self._arrived.popleft() if self._arrived else None
+
+    def close(self) -> None:
+        """Take nothing more."""
+        with self._lock:
+            self._closed = True
+            if self._connection is not None:
+                stream.shut_down(self._connection)
+        self._requests.put(None)
+
+    def _run(self) -> None:
+        try:
+            with (
+                self._connected() as connection,
+                connection.makefile("rb") as reader,
+                connection.makefile("wb") as writer,
+            ):
+                self._converse(connection, reader, writer)
+        except TimeoutError:
+            self._fail("sent nothing for too long")
+        except OSError as error:
+            self._fail(f"is out of reach: {error.strerror or error}")
+        except stream.Broken as error:
+            self._fail(str(error))
+
+    def _fail(self, reason: str) -> None:
+        if not self._closed:
+            self.failed = f"the donor at {self._address} {reason}"
+
+    def _connected(self) -> socket.socket:
+        host, _, port = self._address.rpartition(":")
+        try:
+            connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_GREETING_S)
+        except (ValueError, OverflowError):
+            raise stream.Broken("has no address of the form host:port") from None
+        stream.close_in_children(connection)
+        with self._lock:
+            self._connection = connection
+            if self._closed:
+                stream.shut_down(connection)
+        return connection
+
+    def _converse(self, connection: socket.socket, reader: BinaryIO, writer: BinaryIO) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # The donor answers when it gets to that exchange; only a dead machine is to be noticed meanwhile.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        stream.introduce(reader, writer, self._token)
+        while (request := self._next_request(connection)) is not None:
+            stream.write_frame(writer, msgspec.msgpack.encode(request))
+            writer.flush()
+            connection.settimeout(None)
+            frame = stream.read_frame(reader)
+            connection.settimeout(_STALLED_S)
+            self._arrived.append(_read_answer(reader, frame))
+
+    def _next_request(self, connection: socket.socket) -> _Request | None:
+        while not self._closed:
+            with contextlib.suppress(queue.Empty):
+                return self._requests.get(timeout=_LOOK_S)
+            if stream.hung_up(connection):
+                raise stream.Broken("has closed the connection")
+        return None
+
+
+def _read_answer(reader: BinaryIO, frame: bytes) -> tuple[int, dict[str, Any]] | Missed:
+    head: _Head = stream.decoded(frame, _Head)
+    match head:
+        case _TooLate(exchange):
+            return Missed(exchange)
+        case _Refusal(reason):
+            raise stream.Broken(f"refused: {reason}")
+        case _State():
+            return head.exchange, _read_state(reader, head)
+
+
+def _read_state(reader: BinaryIO, head: _State) -> dict[str, Any]:
+    if head.skeleton_bytes > SKELETON_BYTES:
+        raise stream.Broken(f"announces a skeleton of {head.skeleton_bytes} bytes, more than {SKELETON_BYTES}")
+    skeleton = bytearray(head.skeleton_bytes)
+    stream.read_chunks(reader, memoryview(skeleton))
+    try:
+        # Nothing is allocated before both ends agree on how much it is.
+        size = _size(msgspec.json.decode(skeleton))
+        if size != head.tensor_bytes:
+            raise stream.Broken(f"announces {head.tensor_bytes} bytes of tensors and describes {size}")
+        tensors = blank_tensors(bytes(skeleton))
+        for tensor in tensors:
+            stream.read_chunks(reader, _bytes_of(tensor))
+        state = rebuilt(bytes(skeleton), tensors)
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, MemoryError, StopIteration) as error:
+        raise stream.Broken(f"sent a state that makes no sense: {type(error).__name__}: {error}") from None
+    if not isinstance(state, dict):
+        raise stream.Broken("sent a state that is no dict")
+    return state
+
+
+def _size(skeleton: Any) -> int:
+    """Bytes of all tensors in a decoded skeleton; raises where it is malformed."""
+    if isinstance(skeleton, list):
+        return sum(_size(item) for item in skeleton)
+    if not isinstance(skeleton, dict):
+        return 0
+    (kind, content) = next(iter(skeleton.items()))
+    if len(skeleton) != 1 or kind not in ("t", "u", "d", "f"):
+        raise ValueError("unknown kind of value")
+    if kind == "f":
+        return 0
+    if kind != "t":
+        return sum(_size(item) for item in (content if kind == "u" else [item for _, item in content]))
+    name, shape = content
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError("unknown kind of tensor")
+    return math.prod(shape) * dtype.itemsize
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host, without a copy."""
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)

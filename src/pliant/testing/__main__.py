@@ -1,0 +1,149 @@
+"""``python -m pliant.testing``: many histories from many seeds.
+
+Question  Which seeds break an invariant, and how is one of them seen again?
+Holds     Every failure is printed with the exact command that replays it. The seeds are shared out over processes;
+          what one seed does depends on nothing else.
+Source    ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from pliant.testing.scenes import NAMES, drawn
+from pliant.testing.simulation import Outcome, Simulation
+
+
+class Summary(msgspec.Struct):
+    """What came of a range of seeds."""
+
+    seeds: int = 0
+    completed: int = 0
+    exchanges: int = 0
+    virtual_s: float = 0.0
+    counts: dict[str, int] = {}
+    failures: list[tuple[str, int, str]] = []
+    """scene, seed, what was wrong"""
+
+    def add(self, outcome: Outcome) -> None:
+        """One more history."""
+        self.seeds += 1
+        self.completed += outcome.completed
+        self.exchanges += outcome.exchanges
+        self.virtual_s += outcome.virtual_s
+        self.counts = dict(Counter(self.counts) + Counter(_kinds(outcome.counts)))
+        if outcome.error is not None:
+            self.failures.append((outcome.scene, outcome.seed, outcome.error))
+
+    def merge(self, other: Summary) -> None:
+        """What another process did."""
+        self.seeds += other.seeds
+        self.completed += other.completed
+        self.exchanges += other.exchanges
+        self.virtual_s += other.virtual_s
+        self.counts = dict(Counter(self.counts) + Counter(other.counts))
+        self.failures += other.failures
+
+
+def _kinds(counts: dict[str, int]) -> dict[str, int]:
+    """Counts without the names of workers."""
+    kinds: Counter[str] = Counter()
+    for kind, count in counts.items():
+        kinds["told" if kind.startswith("to ") else kind] += count
+    return dict(kinds)
+
+
+def simulated(scene: str, seed: int, *, trace: bool = False) -> Outcome:
+    """One history; ``scene`` is a name of ``scenes.NAMES``."""
+    return Simulation(drawn(scene, seed), seed, trace=trace).run()
+
+
+def scene_of(seed: int, scene: str | None = None) -> str:
+    """The scene that a seed stands for where none is named."""
+    names = list(NAMES)
+    return scene if scene is not None else names[seed % len(names)]
+
+
+def simulate(seeds: Iterable[int], scene: str | None = None) -> Summary:
+    """Many histories in this process."""
+    summary = Summary()
+    for seed in seeds:
+        summary.add(simulated(scene_of(seed, scene), seed))
+    return summary
+
+
+def simulate_in_processes(start: int, seeds: int, scene: str | None = None, processes: int | None = None) -> Summary:
+    """Many histories, on all cores."""
+    processes = processes or os.cpu_count() or 1
+    command = [sys.executable, "-m", "pliant.testing", "--json", "--start", str(start), "--seeds", str(seeds)]
+    command += ["--scene", scene] if scene is not None else []
+    running = [
+        subprocess.Popen([*command, "--part", f"{part}/{processes}"], stdout=subprocess.PIPE)
+        for part in range(processes)
+    ]
+    summary = Summary()
+    for process in running:
+        output, _ = process.communicate()
+        if process.returncode not in (0, 1):
+            raise RuntimeError(f"a simulating process ended with status {process.returncode}")
+        summary.merge(msgspec.json.decode(output, type=Summary))
+    return summary
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 1 if a seed failed."""
+    parser = argparse.ArgumentParser(prog="python -m pliant.testing", description="Histories from seeds.")
+    parser.add_argument("--seeds", type=int, default=100, metavar="N")
+    parser.add_argument("--start", type=int, default=0, metavar="S")
+    parser.add_argument("--scene", choices=tuple(NAMES), help="default: all of them in turn")
+    parser.add_argument("--trace", action="store_true", help="print everything that happens")
+    parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--part", default="", help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.trace:
+        return _traced(range(given.start, given.start + given.seeds), given.scene)
+    if given.part:
+        part, parts = (int(number) for number in given.part.split("/"))
+        summary = simulate(range(given.start + part, given.start + given.seeds, parts), given.scene)
+        sys.stdout.write(msgspec.json.encode(summary).decode())
+        return int(bool(summary.failures))
+    start_s = time.perf_counter()
+    summary = simulate_in_processes(given.start, given.seeds, given.scene)
+    _show(summary, time.perf_counter() - start_s)
+    return int(bool(summary.failures))
+
+
+def _traced(seeds: Iterable[int], scene: str | None) -> int:
+    failed = False
+    for seed in seeds:
+        name = scene_of(seed, scene)
+        print(drawn(name, seed))
+        outcome = simulated(name, seed, trace=True)
+        print("\n".join(outcome.log))
+        print(f"{name} {seed}: {outcome.error or 'all well'} (checksum {outcome.checksum:08x})")
+        failed = failed or outcome.error is not None
+    return int(failed)
+
+
+def _show(summary: Summary, seconds: float) -> None:
+    for scene, seed, error in sorted(summary.failures):
+        print(f"FAILED {scene} {seed}: {error}")
+        print(f"       python -m pliant.testing --scene {scene} --start {seed} --seeds 1 --trace")
+    kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(summary.counts.items()))
+    print(f"events: {kinds}")
+    print(
+        f"{summary.seeds} seeds, {len(summary.failures)} failed, {summary.completed} runs completed, "
+        f"{summary.exchanges} exchanges, {summary.virtual_s:.0f} virtual s; {summary.seeds / seconds:.1f} seeds/s"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

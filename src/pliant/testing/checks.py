@@ -1,0 +1,213 @@
+"""What must hold in every history.
+
+Question  Did anything happen that must never happen, and did everything happen that must?
+Holds     Checked with every settled exchange: numbers only grow; nothing of an era is settled after ``stopped``; who
+          settles the same exchange of the same era holds the same state, tickets and weights, exactly. Checked with
+          every journaled line: eras and rounds only grow, and it says what the members settled. Checked at the end:
+          the audit, the weights recomputed from the journal, the user's state.
+Source    Invariants 1 to 6 of DESIGN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pliant.core import journal
+from pliant.core.audit import audit
+from pliant.core.rounds import Entry, Group, Settled, Standing
+from pliant.core.tickets import Kind, Ticket
+from pliant.runtime.witness import Reporter
+from pliant.testing.line import VirtualLink
+from pliant.testing.numbers import VirtualTraining
+from pliant.testing.virtual import World
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+class Checker:
+    """Watches all workers and the journal of one world."""
+
+    def __init__(self, world: World, *, reference: int, buffers: int) -> None:
+        self.world = world
+        self.settled_s = 0.0
+        """when an exchange was settled last"""
+        self.exchanges = 0
+        self.start = 0
+        """the weights that the run began with"""
+        self.spares = False
+        """an update was made that some member's script has not seen"""
+        self.over = False
+        """some worker has concluded the run"""
+        self.holders: dict[str, tuple[int, int]] = {}
+        """worker → (era, exchange) of who holds the whole state"""
+        self.lost = False
+        """at some time nobody who held the state could do anything with it"""
+        self._reference, self._buffers = reference, buffers
+        self._last: dict[str, tuple[int, int, int]] = {}
+        self._states: dict[tuple[int, int], tuple[str, Group]] = {}
+        self._weights: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
+        self._took_part: dict[int, set[str]] = {}
+        self._tickets: dict[tuple[int, int], Sequence[Ticket]] = {}
+        self._ends: list[tuple[str, tuple[int, ...], dict[str, Any], Group]] = []
+        self._records: list[journal.Record] = []
+        self._journaled = 0
+        self._era = self._round = 0
+
+    def require(self, holds: bool, text: str) -> None:
+        """Raise if it does not hold."""
+        if not holds:
+            raise Violation(text)
+
+    # -- workers
+
+    def passed(self, link: VirtualLink, group: Group, training: VirtualTraining, what: str) -> None:
+        """A worker has settled an exchange, or entered an era."""
+        name, at = link.worker, (group.era, group.exchange)
+        self.settled_s = self.world.now_s
+        self.exchanges += 1
+        self.world.note(
+            what, name, group.era, group.exchange, group.round, "".join(str(int(s)) for s in group.standings)
+        )
+        self.require(group.era > link.stopped_era, f"{name} settles {at} after it has stopped in {link.stopped_era}")
+        era, exchange, number = self._last.get(name, (0, 0, 0))
+        grown = group.era >= era and group.exchange >= exchange and group.round >= number
+        self.require(grown, f"{name}: from {(era, exchange, number)} to {(*at, group.round)}")
+        self._last[name] = (*at, group.round)
+        other, state = self._states.setdefault(at, (name, group))
+        if state is not group and state != group:
+            raise Violation(f"{name} and {other} disagree about the state after {at}: {_difference(state, group)}")
+        standing = group.standings[group.roster.index(link.worker)]  # type: ignore[arg-type]
+        if standing is Standing.FOLLOWING or training.held is not None:
+            self.holders.pop(name, None)
+            return
+        self.holders[name] = at
+        if group.exchange == 1:
+            numbers: Any = training.parameters
+            self.start = numbers[0].value
+        weights = training.plain_values()
+        other, theirs = self._weights.setdefault(at, (name, weights))
+        self.require(weights == theirs, f"{name} and {other} have different weights after {at}")
+
+    def settled(self, group: Group, outcome: Settled, handed_in: Sequence[Ticket]) -> None:
+        """The tickets of an exchange."""
+        if outcome.kind is not Kind.TRAIN:
+            return
+        self._tickets[group.era, outcome.round] = handed_in
+        # Whoever has nothing to compute in a phase is not in its loop body, and does not see its updates.
+        took_part = self._took_part.setdefault(outcome.phase, set())
+        took_part.update(worker for worker, ticket in zip(group.roster, handed_in, strict=False) if ticket.samples)
+        if outcome.seen and not took_part.issuperset(group.roster):
+            self.spares = True
+
+    def ended(self, name: str, training: VirtualTraining, state: dict[str, Any], group: Group) -> None:
+        """A worker has come to the end of its script with everybody's results."""
+        self.over = True
+        self._ends.append((name, training.plain_values(), dict(state), group))
+
+    # -- the journal
+
+    def journaled(self, content: bytearray) -> None:
+        """More may be on disk."""
+        lines = bytes(content[self._journaled :]).splitlines(keepends=True)
+        for line in lines:
+            if line.endswith(b"\n") and b',"crc":"' in line:
+                self._journaled += len(line)
+                self._take(journal.decode(line[: line.rindex(b',"crc":"')] + b"}"))
+
+    def _take(self, record: journal.Record) -> None:
+        self._records.append(record)
+        match record:
+            case journal.EraRecord(era=era, void=void):
+                self.require(era > self._era, f"the journal has era {era} after era {self._era}")
+                self._era = era
+                if void:
+                    self.require(void == self._round + 1, f"era {era} voids round {void} after round {self._round}")
+                    self._round = void
+            case journal.RoundRecord(era=era, round=number):
+                self.require(number > self._round, f"the journal has round {number} after round {self._round}")
+                self._round = number
+                tickets = self._tickets.get((era, number))
+                self.require(tickets is not None, f"round {number} of era {era} is journaled, and nobody settled it")
+                ours = [(t.samples, t.weight, t.loss_sum, int(t.flags)) for t in tickets or ()]
+                theirs = [(t.samples, t.weight, t.loss_sum, t.flags) for t in record.tickets]
+                self.require(ours == theirs, f"round {number} of era {era} is journaled with other tickets")
+            case _:
+                pass
+
+    # -- the end
+
+    def conclude(self, *, completed: bool) -> None:
+        """The run is over."""
+        report = audit(self._records, replay=True)
+        self.require(not report.problems, "audit: " + "; ".join(report.problems[:3]))
+        if not completed:
+            return
+        self.require(bool(self._ends), "the run completed, but no worker came to its end")
+        name, weights, _, _ = self._ends[0]
+        state: dict[str, Any] = {}
+        for other, theirs, their_state, _ in self._ends:
+            self.require(theirs == weights, f"{other} and {name} end with different weights")
+            state = state or their_state
+            self.require(
+                self.spares or not their_state or their_state == state,
+                f"{other} ends with {their_state}, {name} with {state}",
+            )
+        again = self._recomputed()
+        self.require(again.plain_values() == weights, f"the journal's rounds do not lead to the weights of {name}")
+
+    def _recomputed(self) -> VirtualTraining:
+        """One process that makes the journaled updates."""
+        training = VirtualTraining(reference=self._reference, buffers=0, start=self.start)
+        epochs: dict[int, int] = {}
+        samples = 0
+        for record in self._records:
+            if isinstance(record, journal.PhaseRecord):
+                epochs[record.phase] = record.epoch
+            elif isinstance(record, journal.RoundRecord):
+                for line in record.tickets:
+                    positions = [p for start, stop in line.spans for p in range(start, stop)]
+                    training.gradients.add(epochs[record.phase], positions)
+                filled = training.gradients.filling
+                training.apply(record, filled, filled.present)
+                training.advance_schedule(samples, samples + record.batch)
+                samples += record.batch
+        return training
+
+
+def _difference(one: Group, other: Group) -> str:
+    """The first field in which two states differ."""
+    for name in Group.__slots__:
+        if getattr(one, name) != getattr(other, name):
+            return f"{name} is {getattr(one, name)!r:.300} and {getattr(other, name)!r:.300}"
+    return "nothing"
+
+
+class Observer(Reporter):
+    """The real witness, with a checker looking over its shoulder."""
+
+    def __init__(self, link: VirtualLink, checker: Checker, training: VirtualTraining) -> None:
+        super().__init__(link)
+        self._seen = link
+        self._checker = checker
+        self._training = training
+
+    def moved(self, link: Any) -> None:
+        super().moved(link)
+        self._seen = link
+
+    def opened(self, group: Group, openings: list[Ticket]) -> None:
+        super().opened(group, openings)
+        self._checker.passed(self._seen, group, self._training, "opened")
+
+    def settled(self, group: Group, outcome: Settled, handed_in: list[Ticket], rate: float) -> None:
+        self._checker.settled(group, outcome, handed_in)
+        super().settled(group, outcome, handed_in, rate)
+        self._checker.passed(self._seen, group, self._training, "settled")
+
+    def era(self, group: Group, entries: Sequence[Entry] | None, *, sends: bool) -> None:
+        super().era(group, entries, sends=sends)
+        if group.exchange > 0:
+            self._checker.passed(self._seen, group, self._training, "entered")

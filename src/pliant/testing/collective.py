@@ -1,0 +1,436 @@
+"""Groups that behave like gloo's.
+
+Question  What can happen to an exchange when a member is slow, stopped, cut off, or gone?
+Holds     Operations of a member run one after another. One that everybody has to take part in begins when all have
+          come to it, and is over at each member in its own time. When a member goes, any of the others may still
+          complete what had begun, fail, or hang for ever. What did not complete leaves garbage in its memory.
+          Members that do different things at the same place of the sequence are a bug of the protocol, and said so.
+Source    Facts about gloo in DESIGN ("measured on this kind of machine").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pliant.testing.line import VirtualLink
+from pliant.testing.numbers import POISON, PRIME, Flat
+from pliant.testing.virtual import Process, Timer, World
+
+_GATHER, _SUM, _SPREAD = "gather", "sum", "broadcast"
+
+
+class _Operation:
+    """One collective, at one member."""
+
+    __slots__ = ("error", "flat", "kind", "over", "payload", "result", "root", "started", "timer")
+
+    def __init__(self, kind: str, payload: bytes, flat: Flat | None, root: int) -> None:
+        self.kind = kind
+        self.payload = payload
+        self.flat = flat
+        self.root = root
+        self.started = False
+        self.over = False
+        self.error: str | None = None
+        self.result: list[bytes] = []
+        self.timer: Timer | None = None
+
+
+class VirtualSummation:
+    """One exchange, under way or over."""
+
+    def __init__(self, process: Process, operations: Sequence[_Operation]) -> None:
+        self._process = process
+        self._operations = operations
+        self._start_s = process.world.now_s
+        self.seconds = 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether it has completed or failed."""
+        if all(operation.over for operation in self._operations):
+            if self.seconds == 0.0:
+                self.seconds = self._process.world.now_s - self._start_s
+            return True
+        return False
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is over, for a limited time."""
+        if not self.over:
+            self._process.idle(timeout_s)
+        return self.over
+
+    def tickets(self) -> list[bytes]:
+        """Everybody's tickets; raises what went wrong."""
+        for operation in self._operations:
+            if operation.error is not None:
+                raise RuntimeError(operation.error)
+        first = self._operations[0] if self._operations else None
+        return first.result if first is not None and first.kind == _GATHER else []
+
+
+class Meeting:
+    """The group of one attempt, seen from above."""
+
+    def __init__(self, world: World, attempt: int, members: int, slowest_s: float) -> None:
+        self.world = world
+        self.attempt = attempt
+        self.members = members
+        self._slowest_s = slowest_s
+        self.connecting: dict[int, VirtualForming] = {}
+        self.processes: list[Process | None] = [None] * members
+        self._operations: list[list[_Operation]] = [[] for _ in range(members)]
+        self._done = [0] * members
+        self._left = [False] * members
+        self._fails: list[bool | None] = [None] * members
+        """what becomes of a member's operations since somebody has gone: True: they fail, False: they hang"""
+
+    # -- forming
+
+    def connect(self, forming: VirtualForming) -> None:
+        """A member has begun to connect."""
+        self.connecting[forming.place] = forming
+        self.processes[forming.place] = forming.process
+        if len(self.connecting) < self.members:
+            return
+        for each in self.connecting.values():
+            if any(other.revoked or not other.process.alive for other in self.connecting.values()):
+                self.world.after(self.world.between(0.02, 1.0), lambda each=each: each.fail("a member has gone"))
+            else:
+                self.world.after(self.world.between(0.001, 0.01), lambda each=each: each.succeed(self))
+
+    def given_up(self, place: int) -> None:
+        """A member has abandoned the forming, or died in it."""
+        self.depart(place, abruptly=True)
+        for each in list(self.connecting.values()):
+            if each.place != place and not each.over and self.world.chance(0.7):
+                self.world.after(self.world.between(0.02, 1.0), lambda each=each: each.fail("a member has gone"))
+
+    # -- operating
+
+    def post(self, place: int, kind: str, payload: bytes, flat: Flat | None, root: int) -> _Operation:
+        """A member begins an operation."""
+        if self._left[place]:
+            raise RuntimeError("this group was left")
+        operation = _Operation(kind, payload, flat, root)
+        if self._fails[place] and self.world.chance(0.3):
+            raise RuntimeError("connection closed by peer")
+        self._operations[place].append(operation)
+        if any(self._left):
+            self._spoil(place)
+        self._advance()
+        return operation
+
+    def _current(self, place: int) -> _Operation | None:
+        done, operations = self._done[place], self._operations[place]
+        return operations[done] if done < len(operations) else None
+
+    def _advance(self) -> None:
+        """Begin what can begin."""
+        for process in self.processes:
+            if process is None or process.paused or process.unreachable:
+                return
+        current = [self._current(place) for place in range(self.members)]
+        for place, operation in enumerate(current):
+            if operation is None or operation.started or self._left[place]:
+                continue
+            if operation.kind == _SPREAD:
+                self._spread(place, operation)
+        step = min(self._done)
+        if any(self._left) or any(done != step for done in self._done):
+            return
+        together = [operation for operation in current if operation is not None]
+        if len(together) < self.members or any(operation.started for operation in together):
+            return
+        if together[0].kind != _SPREAD:
+            self._meet(step, together)
+
+    def _spread(self, place: int, operation: _Operation) -> None:
+        root, step = operation.root, self._done[place]
+        if root == place:
+            self._begin(place, operation, 0.0)
+            return
+        theirs = self._operations[root]
+        if self._left[root] or self._done[root] < step or len(theirs) <= step:
+            return
+        source = theirs[step]
+        if source.kind != _SPREAD or source.root != root:
+            raise AssertionError(
+                f"attempt {self.attempt}, operation {step}: {place} awaits a broadcast, {root} does {source.kind}"
+            )
+        if operation.payload and operation.payload != source.payload:
+            raise AssertionError(
+                f"attempt {self.attempt}: members {root} and {place} hold different states at a switch"
+            )
+        operation.result = [source.payload]
+        self._begin(place, operation, self._delay())
+
+    def _meet(self, step: int, together: list[_Operation]) -> None:
+        first = together[0]
+        kinds = [operation.kind for operation in together]
+        if len(set(kinds)) > 1:
+            raise AssertionError(f"attempt {self.attempt}, operation {step}: members do different things: {kinds}")
+        totals: list[int] = []
+        if first.kind == _GATHER:
+            sizes = {len(operation.payload) for operation in together}
+            if len(sizes) > 1:
+                raise AssertionError(f"attempt {self.attempt}, operation {step}: tickets of different sizes: {sizes}")
+            gathered = [operation.payload for operation in together]
+            for operation in together:
+                operation.result = gathered
+        else:
+            flats = [operation.flat for operation in together if operation.flat is not None]
+            if len({len(flat.values) for flat in flats}) > 1:
+                raise AssertionError(f"attempt {self.attempt}, operation {step}: sums of different sizes")
+            totals = [sum(column) % PRIME for column in zip(*(flat.values for flat in flats), strict=True)]
+            for flat in flats:
+                flat.values = [POISON] * len(flat.values)
+        for place, operation in enumerate(together):
+            self._begin(place, operation, self._delay(), totals)
+
+    def _delay(self) -> float:
+        part = self.world.random.random()
+        return 0.0002 + self._slowest_s * part * part
+
+    def _begin(self, place: int, operation: _Operation, delay_s: float, totals: list[int] | None = None) -> None:
+        process = self.processes[place]
+        assert process is not None
+        operation.started = True
+
+        def complete() -> None:
+            if operation.over or self._left[place]:
+                return
+            if process.unreachable:
+                # Completed when the others can be reached again.
+                operation.timer = self.world.after(0.05, lambda: process.in_background(complete))
+                return
+            if operation.flat is not None and totals is not None:
+                operation.flat.values = list(totals)
+            self._finish(place, operation)
+
+        operation.timer = self.world.after(delay_s, lambda: process.in_background(complete))
+
+    def _finish(self, place: int, operation: _Operation, error: str | None = None) -> None:
+        operation.over, operation.error = True, error
+        self._done[place] += 1
+        process = self.processes[place]
+        assert process is not None
+        process.notice()
+        self._advance()
+        if any(self._left):
+            self._spoil(place)
+
+    # -- going
+
+    def depart(self, place: int, *, abruptly: bool) -> None:
+        """A member leaves the group, or dies."""
+        if self._left[place]:
+            return
+        self._left[place] = True
+        under_way = abruptly or self._current(place) is not None
+        for operation in self._operations[place]:
+            if operation.timer is not None:
+                operation.timer.cancel()
+        for other in range(self.members):
+            if other == place or self._left[other]:
+                continue
+            if self._fails[other] is None:
+                self._fails[other] = self.world.chance(0.6)
+            operation = self._current(other)
+            if operation is None:
+                continue
+            safe = operation.started and self._done[place] > self._done[other] and not under_way
+            if operation.started and not safe and self.world.chance(0.5) and operation.timer is not None:
+                operation.timer.cancel()
+                operation.started = False
+            self._spoil(other)
+
+    def _spoil(self, place: int) -> None:
+        """What has not begun never will: it fails, or hangs."""
+        operation, process = self._current(place), self.processes[place]
+        if operation is None or operation.started or process is None or self._left[place]:
+            return
+        if operation.kind == _SPREAD:
+            root = operation.root
+            if not self._left[root] or root == place:
+                return
+        operation.started = True
+        if self._fails[place]:
+
+            def fail() -> None:
+                if not operation.over and not self._left[place]:
+                    self._finish(place, operation, "connection reset by peer")
+
+            operation.timer = self.world.after(self.world.between(0.001, 0.05), lambda: process.in_background(fail))
+
+    def changed(self) -> None:
+        """A member was paused, resumed, cut off or reached again."""
+        self._advance()
+
+
+class VirtualGroup:
+    """One member's view of a group: ``tensors.group.Gloo``."""
+
+    def __init__(self, meeting: Meeting, place: int, process: Process) -> None:
+        self.members = meeting.members
+        self.place = place
+        self.attempt = meeting.attempt
+        self._meeting = meeting
+        self._process = process
+
+    def exchange(self, ticket: bytes, sums: Sequence[Flat]) -> VirtualSummation:
+        return self._posted((_GATHER, ticket, None), *((_SUM, b"", flat) for flat in sums))
+
+    def gather(self, ticket: bytes) -> VirtualSummation:
+        return self._posted((_GATHER, ticket, None))
+
+    def add_up(self, sums: Sequence[Flat]) -> VirtualSummation:
+        return self._posted(*((_SUM, b"", flat) for flat in sums))
+
+    def tell(self, payload: bytes, root: int) -> None:
+        self._posted((_SPREAD, payload, None), root=root)
+
+    def told(self, root: int, check: Callable[[], None]) -> bytes:
+        heard = self._posted((_SPREAD, b"", None), root=root)
+        while not heard.wait(0.005):
+            check()
+        heard.tickets()
+        return heard._operations[0].result[0]
+
+    def leave(self) -> None:
+        if self._process.alive:
+            self._meeting.depart(self.place, abruptly=False)
+
+    def _posted(self, *operations: tuple[str, bytes, Flat | None], root: int = 0) -> VirtualSummation:
+        self._process._check()
+        posted = [self._meeting.post(self.place, *operation, root) for operation in operations]
+        return VirtualSummation(self._process, posted)
+
+
+class Meetings:
+    """All groups of a world, by their attempt."""
+
+    def __init__(self, world: World, slowest_s: float) -> None:
+        self.world = world
+        self._slowest_s = slowest_s
+        self._meetings: dict[int, Meeting] = {}
+
+    def of(self, attempt: int, members: int) -> Meeting:
+        """The group of an attempt."""
+        if attempt not in self._meetings:
+            self._meetings[attempt] = Meeting(self.world, attempt, members, self._slowest_s)
+        meeting = self._meetings[attempt]
+        if meeting.members != members:
+            raise AssertionError(f"attempt {attempt} is formed with {meeting.members} and with {members} members")
+        return meeting
+
+    def watch(self, process: Process) -> None:
+        """Tell the process's groups what becomes of it."""
+
+        def ended(status: int) -> None:
+            for meeting in list(self._meetings.values()):
+                for place, member in enumerate(meeting.processes):
+                    if member is process:
+                        meeting.given_up(place)
+
+        def changed() -> None:
+            for meeting in list(self._meetings.values()):
+                if process in meeting.processes:
+                    meeting.changed()
+
+        process.ended.append(ended)
+        process.changed.append(changed)
+
+
+class VirtualForming:
+    """A group that is being formed: ``tensors.group.Forming``."""
+
+    def __init__(self, meetings: Meetings, link: VirtualLink, attempt: int, place: int, members: int) -> None:
+        self.process = link.process
+        self.place = place
+        self.over = False
+        self.revoked = False
+        self._members = members
+        self._attempt = attempt
+        self._link = link
+        self._error: str | None = None
+        self._group: VirtualGroup | None = None
+        self._meeting = meetings.of(attempt, members)
+        if self._meeting.connecting.get(place) is not None:
+            raise AssertionError(f"place {place} of attempt {attempt} is taken twice")
+        self._connecting = False
+        world = self.process.world
+        world.note("forming", link.worker, attempt, f"{place} of {members}")
+        world.after(60.0, lambda: self.fail("timed out"))
+        world.after(world.between(0.0001, 0.002), lambda: self.process.in_background(self._begin))
+
+    def _begin(self) -> None:
+        if self.over:
+            return
+        try:
+            self._link.put(self._attempt, f"here/{self.place}", b"1")
+        except TimeoutError as error:
+            self.fail(str(error))
+        self.look()
+
+    def look(self) -> None:
+        """The coordinator has said something: perhaps that all others are there."""
+        if self.over or self._connecting:
+            return
+        try:
+            for place in range(self._members):
+                self._link.get(self._attempt, f"here/{place}", 0.0)
+        except TimeoutError:
+            return
+        except Exception:
+            self.fail("the run is over")
+            return
+        self._connecting = True
+        self._meeting.connect(self)
+
+    def succeed(self, meeting: Meeting) -> None:
+        if self.over or self.revoked or not self.process.alive:
+            return
+        self.process.in_background(lambda: self._over(VirtualGroup(meeting, self.place, self.process)))
+
+    def fail(self, reason: str) -> None:
+        if self.over or not self.process.alive:
+            return
+        self._error = reason
+        self.process.in_background(lambda: self._over(None))
+
+    def _over(self, group: VirtualGroup | None) -> None:
+        if not self.over:
+            self.over = True
+            if self.revoked and group is not None:
+                group.leave()
+            elif group is not None:
+                self._group, self._error = group, None
+            else:
+                self._meeting.given_up(self.place)
+            self.process.notice()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is over without a group."""
+        return self.over and self._group is None and self._error is not None
+
+    def result(self) -> Any:
+        """The group, from now on the caller's."""
+        group, self._group = self._group, None
+        if group is None:
+            raise RuntimeError(self._error or "the group was abandoned or taken before")
+        return group
+
+    def abandon(self) -> None:
+        """Give up."""
+        if not self.process.alive:
+            return
+        self.revoked = True
+        group, self._group = self._group, None
+        if group is not None:
+            group.leave()
+        elif not self.over:
+            self._error, self.over = "abandoned", True
+            self._meeting.given_up(self.place)

@@ -1,0 +1,230 @@
+"""What is done to a run on purpose.
+
+Question  What can go wrong, with whom, and when?
+Holds     A fault strikes at a moment, or at an occasion: the n-th time that something of a kind is noted anywhere, so
+          that every phase of the protocol is hit, however short it is. It says when it is over; from the last one on
+          the run must go on by itself.
+Source    ours; DESIGN, "Tests".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pliant.testing.simulation import Script, Simulation
+    from pliant.testing.virtual import Process
+
+OCCASIONS = (
+    "settled",
+    "opened",
+    "entered",
+    "stopped",
+    "forming",
+    "handoff",
+    "farewell",
+    "heard",
+    "start",
+    "cut",
+    "reconnected",
+)
+"""kinds of notes at which a fault may strike"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``what`` happens to somebody ``at_s``, or ``delay_s`` after the ``nth`` note of the kind ``occasion``."""
+
+    what: str
+    at_s: float = 0.0
+    occasion: str = ""
+    nth: int = 1
+    delay_s: float = 0.0
+    lasts_s: float = 0.0
+    whom: int = 0
+    """which of those who live; -1: who the occasion is about"""
+
+    def plan(self, simulation: Simulation) -> None:
+        """Let it happen in time."""
+        world = simulation.world
+        # Until it has struck, the run is not left alone.
+        simulation.pending += 1
+        if not self.occasion:
+            world.at(self.at_s, lambda: self._strike(simulation, None))
+            return
+        note, seen = world.note, [0]
+
+        def watching(kind: str, *what: Any) -> None:
+            note(kind, *what)
+            if kind == self.occasion:
+                seen[0] += 1
+                if seen[0] == self.nth:
+                    about = str(what[0]) if what else ""
+                    world.after(self.delay_s, lambda: self._strike(simulation, about))
+
+        world.note = watching  # type: ignore[method-assign]
+        world.at(self.at_s or 4.0, lambda: self._expire(simulation, seen))
+
+    def _expire(self, simulation: Simulation, seen: list[int]) -> None:
+        """The occasion has not come: leave it at that."""
+        if seen[0] < self.nth:
+            seen[0] = 1 << 30
+            simulation.pending -= 1
+
+    def _strike(self, simulation: Simulation, about: str | None) -> None:
+        world = simulation.world
+        simulation.pending -= 1
+        simulation.quiet_s = max(simulation.quiet_s, world.now_s + self.lasts_s)
+        if simulation.host.end is not None:
+            return
+        world.note("fault", self.what, round(self.lasts_s, 3))
+        _DOES[self.what](simulation, self, about)
+
+
+def _impaired(simulation: Simulation, script: Script, until_s: float) -> None:
+    """So long that it may be given up for lost."""
+    script.impaired_until_s = max(script.impaired_until_s, until_s)
+    simulation.judge()
+
+
+def _victim(simulation: Simulation, fault: Fault, about: str | None) -> tuple[Process, Script] | None:
+    living = [(process, script) for process, script in simulation.scripts.items() if process.alive]
+    if fault.whom < 0 and about:
+        living = [pair for pair in living if about.partition(".")[0] == pair[0].name] or living
+    return living[fault.whom % len(living)] if living else None
+
+
+def _kill(simulation: Simulation, fault: Fault, about: str | None) -> None:
+    victim = _victim(simulation, fault, about)
+    if victim is not None:
+        victim[0].kill(-9)
+
+
+def _pause(simulation: Simulation, fault: Fault, about: str | None) -> None:
+    victim = _victim(simulation, fault, about)
+    if victim is not None:
+        _impaired(simulation, victim[1], simulation.world.now_s + fault.lasts_s)
+        simulation.world.note("paused", victim[0].name)
+        victim[0].pause()
+        simulation.world.after(fault.lasts_s, victim[0].resume)
+
+
+def _hang(simulation: Simulation, fault: Fault, about: str | None) -> None:
+    """The main loop stands still; the link's threads do not."""
+    victim = _victim(simulation, fault, about)
+    if victim is not None:
+        _impaired(simulation, victim[1], simulation.world.now_s + fault.lasts_s)
+        simulation.world.note("hangs", victim[0].name)
+        victim[0].hung_until_s = simulation.world.now_s + fault.lasts_s
+
+
+def _slow(simulation: Simulation, fault: Fault, about: str | None) -> None:
+    victim = _victim(simulation, fault, about)
+    if victim is not None:
+        victim[1].slowness = 4.0
+
+        def faster() -> None:
+            victim[1].slowness = 1.0
+
+        simulation.world.after(fault.lasts_s, faster)
+
+
+def _terminate(simulation: Simulation, fault: Fault, about: str | None) -> None:
+    """SIGTERM by the system, not by the launcher: go in good order."""
+    victim = _victim(simulation, fault, about)
+    if victim is not None:
+        simulation.world.note("sigterm", victim[0].name)
+        victim[1].terminated(victim[0])
+
+
+def _drain(simulation: Simulation, fault: Fault, about: str | None) -> None:
+    victim, coordinator = _victim(simulation, fault, about), simulation.host.coordinator
+    if victim is not None and coordinator is not None:
+        coordinator.drain(victim[1].name)
+
+
+def _join(simulation: Simulation, fault: Fault, about: str | None) -> None:
+    simulation.join(1 + fault.whom % 2)
+
+
+def _scale(simulation: Simulation, fault: Fault, about: str | None) -> None:
+    coordinator = simulation.host.coordinator
+    if coordinator is not None:
+        coordinator.scale(1 + abs(fault.whom) % 5)
+
+
+def _cut(simulation: Simulation, fault: Fault, about: str | None) -> None:
+    """The connection to the coordinator breaks; what is on its way is lost."""
+    victim, world = _victim(simulation, fault, about), simulation.world
+    if victim is not None:
+        for wire in simulation.network.of(victim[0]):
+            wire.break_off(near_s=world.between(0.0, 0.05), far_s=world.between(0.0, 0.3))
+
+
+def _cut_agent(simulation: Simulation, fault: Fault, about: str | None) -> None:
+    world = simulation.world
+    for wire in simulation.network.of(simulation.launcher):
+        wire.break_off(near_s=world.between(0.0, 0.05), far_s=world.between(0.0, 0.3))
+
+
+def _block(simulation: Simulation, fault: Fault, about: str | None) -> None:
+    """Messages stand still between one worker and the coordinator, in one direction or in both."""
+    victim, world = _victim(simulation, fault, about), simulation.world
+    if victim is None:
+        return
+    until_s = world.now_s + fault.lasts_s
+    _impaired(simulation, victim[1], until_s)
+    side = world.random.randrange(3)
+    for wire in simulation.network.of(victim[0]):
+        if side != 0:
+            wire.near.blocked_until_s = until_s
+        if side != 1:
+            wire.far.blocked_until_s = until_s
+    if side == 2:
+        simulation.network.closed_until_s[id(victim[0])] = until_s
+
+
+def _isolate(simulation: Simulation, fault: Fault, about: str | None) -> None:
+    """The worker's data does not get through; perhaps nor does what it says to the coordinator."""
+    victim, world = _victim(simulation, fault, about), simulation.world
+    if victim is None:
+        return
+    process = victim[0]
+    _impaired(simulation, victim[1], world.now_s + fault.lasts_s)
+    world.note("isolated", process.name)
+    process.cut_off(True)
+    world.after(fault.lasts_s, lambda: process.cut_off(False))
+    if world.chance(0.5):
+        _block(simulation, fault, about)
+
+
+def _crash(simulation: Simulation, fault: Fault, about: str | None) -> None:
+    """The coordinator dies, and is started again a little later."""
+    simulation.host.crash()
+    simulation.world.after(fault.lasts_s, simulation.launcher.revive)
+
+
+def _doze(simulation: Simulation, fault: Fault, about: str | None) -> None:
+    """The coordinator's machine stands still for a while."""
+    simulation.host.sleep(fault.lasts_s)
+
+
+_DOES: dict[str, Callable[[Simulation, Fault, str | None], None]] = {
+    "kill": _kill,
+    "pause": _pause,
+    "hang": _hang,
+    "slow": _slow,
+    "leave": _terminate,
+    "drain": _drain,
+    "join": _join,
+    "scale": _scale,
+    "cut": _cut,
+    "cut_agent": _cut_agent,
+    "block": _block,
+    "isolate": _isolate,
+    "crash": _crash,
+    "doze": _doze,
+}
+KINDS = tuple(_DOES)

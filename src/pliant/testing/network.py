@@ -1,0 +1,116 @@
+"""Virtual connections between workers, launchers and the coordinator.
+
+Question  What can happen to a message on its way?
+Holds     A connection is a TCP stream: what arrives does so in order, and once; what was on its way when the
+          connection broke is lost, and each end learns of that in its own time. Connections do not keep step with
+          each other. A blocked direction delays; it does not lose.
+Source    ours; docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from websockets.exceptions import ConnectionClosedError
+
+from pliant.testing.virtual import World
+
+
+class End:
+    """One end of a connection."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self.other: End
+        self.closed = False
+        """this end knows that the connection is gone, or has closed it"""
+        self.blocked_until_s = 0.0
+        """nothing that is sent from here arrives before"""
+        self._last_s = 0.0
+        self.received: Callable[[bytes], None] = lambda frame: None
+        self.lost: Callable[[], None] = lambda: None
+
+    def send(self, frame: bytes) -> None:
+        """Raises as the real one does when the connection is known to be gone."""
+        if self.closed:
+            raise ConnectionClosedError(None, None)
+        world, wire = self._wire.world, self._wire
+        arrives_s = max(self._last_s, self.blocked_until_s, world.now_s + wire.delay())
+        self._last_s = arrives_s
+        world.at(arrives_s, lambda: self._arrive(frame))
+
+    def _arrive(self, frame: bytes) -> None:
+        wire, other = self._wire, self.other
+        if wire.cut or other.closed:
+            return
+        if self._wire.world.now_s < self.blocked_until_s:
+            wire.world.at(self.blocked_until_s, lambda: self._arrive(frame))
+            return
+        other.received(frame)
+
+    def close(self) -> None:
+        """Close in good order: what was sent before still arrives."""
+        if not self.closed:
+            self.closed = True
+            world = self._wire.world
+            arrives_s = max(self._last_s, self.blocked_until_s, world.now_s + self._wire.delay())
+            self._last_s = arrives_s
+            world.at(arrives_s, self.other.learn)
+
+    def learn(self) -> None:
+        """The other end has closed, or the connection broke."""
+        if not self.closed:
+            self.closed = True
+            self.lost()
+
+
+class Wire:
+    """A connection from a process (``near``) to the coordinator (``far``)."""
+
+    def __init__(self, world: World, slowest_s: float) -> None:
+        self.world = world
+        self.cut = False
+        self._slowest_s = slowest_s
+        self.near, self.far = End(self), End(self)
+        self.near.other, self.far.other = self.far, self.near
+
+    def delay(self) -> float:
+        """How long one message takes."""
+        part = self.world.random.random()
+        return 0.0001 + self._slowest_s * part * part
+
+    def break_off(self, *, near_s: float, far_s: float) -> None:
+        """What is on its way is lost; the ends learn of it after so many seconds."""
+        if not self.cut:
+            self.cut = True
+            self.world.after(near_s, self.near.learn)
+            self.world.after(far_s, self.far.learn)
+
+
+class Network:
+    """Who listens, and which connections there are."""
+
+    def __init__(self, world: World, slowest_s: float) -> None:
+        self.world = world
+        self.slowest_s = slowest_s
+        self.wires: list[tuple[Any, Wire]] = []
+        """with the process or launcher at the near end"""
+        self.accept: Callable[[Wire, bool], None] | None = None
+        """the coordinator's door; None while nobody listens"""
+        self.closed_until_s: dict[int, float] = {}
+        """by the owner's id: how long it cannot reach the coordinator"""
+
+    def dial(self, owner: Any, *, agent: bool = False) -> Wire | None:
+        """A connection to the coordinator; None if nobody answers."""
+        if self.accept is None or self.world.now_s < self.closed_until_s.get(id(owner), 0.0):
+            return None
+        wire = Wire(self.world, self.slowest_s)
+        self.wires = [(who, each) for who, each in self.wires if not each.cut and not each.near.closed]
+        self.wires.append((owner, wire))
+        self.accept(wire, agent)
+        return wire
+
+    def of(self, owner: Any) -> list[Wire]:
+        """Its connections."""
+        return [wire for who, wire in self.wires if who is owner and not wire.cut]

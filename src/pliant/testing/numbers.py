@@ -1,0 +1,369 @@
+"""Exact numbers in the place of tensors.
+
+Question  How is a wrong, lost or doubled gradient seen at once, without rounding and without torch's cost?
+Holds     Values are whole numbers modulo a prime: addition, division by a weight and multiplication by a float's exact
+          ratio are exact and take the same time always, so equality is equality. Whatever is wrong with a sum changes
+          it, but for a chance of 2⁻⁶¹. The methods are those of tensors that runtime calls.
+Source    ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from pliant.runtime.update import Training
+
+PRIME = (1 << 61) - 1
+POISON = 0x5EED5EED5EED5EED % PRIME
+"""what an exchange that did not complete leaves in its memory"""
+PARAMETERS = 3
+
+
+@functools.lru_cache(maxsize=4096)
+def exact(value: float) -> int:
+    """A float as a number of the field: the exact ratio it stands for."""
+    numerator, denominator = value.as_integer_ratio()
+    return numerator * pow(denominator, -1, PRIME) % PRIME
+
+
+@functools.lru_cache(maxsize=65536)
+def gradient(epoch: int, position: int) -> tuple[int, ...]:
+    """What one sample contributes to each parameter; the last one gets something from every fifth sample only."""
+    values = [zlib.crc32(b"%d %d %d" % (epoch, position, index)) + 1 for index in range(PARAMETERS)]
+    if position % 5:
+        values[-1] = 0
+    return tuple(values)
+
+
+class Number:
+    """A parameter, or a copy of one."""
+
+    __slots__ = ("__weakref__", "grad", "value")
+    nbytes = 8
+    shape = ()
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+        self.grad: Number | None = None
+
+    def detach(self) -> Number:
+        return self
+
+    def cpu(self) -> Number:
+        return self
+
+    def clone(self) -> Number:
+        return Number(self.value)
+
+    def copy_(self, other: Number) -> None:
+        self.value = other.value
+
+
+class Flat:
+    """A flat buffer that is summed in place."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: list[int]) -> None:
+        self.values = values
+
+
+class _View:
+    """One parameter's part of a buffer."""
+
+    __slots__ = ("_flat", "_index")
+
+    def __init__(self, flat: Flat, index: int) -> None:
+        self._flat, self._index = flat, index
+
+    @property
+    def value(self) -> int:
+        return self._flat.values[self._index]
+
+    def clone(self) -> Number:
+        return Number(self.value)
+
+
+class VirtualBuffer:
+    """One contribution's gradients: ``tensors.gradients.Buffer``."""
+
+    def __init__(self) -> None:
+        flat = Flat([0] * PARAMETERS)
+        self.flats = [flat]
+        self.views = [_View(flat, index) for index in range(PARAMETERS)]
+        self.present = 0
+
+    def squared_norm(self) -> float:
+        return 1.0
+
+    def scale(self, factor: float) -> None:
+        if factor != 1.0:
+            by = exact(factor)
+            flat = self.flats[0]
+            flat.values = [value * by % PRIME for value in flat.values]
+
+    def clear(self) -> None:
+        self.flats[0].values = [0] * PARAMETERS
+        self.present = 0
+
+
+class VirtualGradients:
+    """``tensors.gradients.Gradients``: two buffers that are swapped at each hand-in."""
+
+    def __init__(self, parameters: Sequence[Number]) -> None:
+        self.parameters = parameters
+        self._spare: VirtualBuffer | None = None
+        self._filling: VirtualBuffer | None = VirtualBuffer()
+
+    @property
+    def filling(self) -> VirtualBuffer | None:
+        return self._filling
+
+    def check(self) -> None:
+        """Nobody else touches them."""
+
+    def present(self) -> int:
+        assert self._filling is not None
+        return self._filling.present
+
+    def hand_in(self, *, overlap: bool, returning: bool) -> VirtualBuffer | None:
+        filled = self._filling
+        if filled is not None and overlap:
+            self._filling, self._spare = self._spare, None
+            if self._filling is None and not returning:
+                self._filling = VirtualBuffer()
+        return filled
+
+    def expose(self, filled: VirtualBuffer | None, present: int) -> None:
+        assert filled is not None
+        for index, p in enumerate(self.parameters):
+            p.grad = Number(filled.views[index].value) if present >> index & 1 else None
+
+    def take_back(self, filled: VirtualBuffer | None) -> None:
+        assert filled is not None
+        filled.clear()
+        if self._filling is None or self._filling is filled:
+            self._filling = filled
+        else:
+            self._spare = filled
+
+    def lose(self, filled: VirtualBuffer | None) -> None:
+        if filled is not None and (self._filling is None or self._filling is filled):
+            self._filling = self._spare or VirtualBuffer()
+            self._spare = None
+
+    def discard(self) -> None:
+        if self._filling is not None:
+            self._filling.clear()
+
+    def add(self, epoch: int, positions: Sequence[int]) -> None:
+        """What ``backward`` does."""
+        filling = self._filling
+        assert filling is not None, "a gradient is computed while both buffers are away"
+        values = filling.flats[0].values
+        for position in positions:
+            for index, part in enumerate(gradient(epoch, position)):
+                values[index] += part
+            filling.present |= 0b011 if position % 5 else 0b111
+
+
+class VirtualBuffers:
+    """``tensors.buffers.Buffers`` with one running value, or none."""
+
+    def __init__(self, count: int) -> None:
+        self._own = [0] * count
+        self._handed_in: list[int] = []
+        self._merged: dict[int, int] = {}
+        self._changed = False
+        self.live = 0
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def forward(self, positions: Sequence[int]) -> None:
+        """A forward pass changes it."""
+        if self._own:
+            self._own[0] = (self._own[0] * 7 + sum(positions) + 1) % PRIME
+            self._changed = True
+
+    def changed(self) -> int:
+        return int(self._changed)
+
+    def training_bits(self) -> int:
+        return 0
+
+    def grow(self, changed: int) -> bool:
+        new = changed & ~self.live
+        self.live |= changed
+        return bool(new)
+
+    def hand_in(self, weight: float, *, leader: bool) -> Flat | None:
+        self._handed_in = list(self._own) if self.live else []
+        return Flat([self._own[0] * exact(weight) % PRIME]) if self.live else None
+
+    def merge(self, summed: Flat | None, weight: float) -> None:
+        if summed is None or weight <= 0:
+            return
+        value = summed.values[0] * pow(exact(weight), -1, PRIME) % PRIME
+        self._own[0] = (self._own[0] + value - self._handed_in[0]) % PRIME
+        self._merged = {0: value}
+
+    def value(self, index: int) -> Number:
+        return Number(self._own[index])
+
+    def nbytes(self, index: int) -> int:
+        return 8
+
+    def is_live(self, index: int) -> bool:
+        return bool(self.live >> index & 1)
+
+    def adopt(self, values: Mapping[int, Number], *, merged: bool) -> None:
+        for index, number in values.items():
+            if merged and self.is_live(index):
+                continue
+            self._own[index] = number.value
+            if self._handed_in:
+                self._handed_in[index] = number.value
+            if self.is_live(index):
+                self._merged[index] = number.value
+        self._changed = False
+
+    def drain(self) -> None:
+        for index, value in self._merged.items():
+            self._own[index] = value
+
+    def exchange(self) -> None:
+        for index, value in self._merged.items():
+            self._merged[index], self._own[index] = self._own[index], value
+
+
+class VirtualLookAhead:
+    """``tensors.lookahead.LookAhead``: somewhere else, and exactly back."""
+
+    def __init__(self, parameters: Sequence[Number]) -> None:
+        self._parameters = parameters
+        self._plain: list[int] = []
+        self.due = False
+        self.away = False
+
+    def park(self, gradients: Any, present: int, scale: float) -> None:
+        self.due = True
+
+    def go(self, factor: float) -> None:
+        assert not self.away, "looked ahead twice"
+        self.due, self.away = False, True
+        self._plain = [p.value for p in self._parameters]
+        for p in self._parameters:
+            p.value = (p.value + POISON) % PRIME
+
+    def back(self) -> None:
+        self.due = False
+        if self.away:
+            self.away = False
+            for p, plain in zip(self._parameters, self._plain, strict=True):
+                p.value = plain
+
+    def exchange(self) -> None:
+        held = [p.value for p in self._parameters]
+        for p, plain in zip(self._parameters, self._plain, strict=True):
+            p.value = plain
+        self._plain = held
+
+
+class VirtualOptimizer:
+    """SGD with momentum."""
+
+    def __init__(self, parameters: Sequence[Number], rate: float) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"lr": rate, "params": list(parameters)}]
+        self.state: dict[Number, dict[str, Any]] = _States()
+
+    def step(self) -> None:
+        group = self.param_groups[0]
+        rate = exact(group["lr"])
+        for p in group["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                carried = state["momentum"].value if "momentum" in state else 0
+                momentum = (carried * 3 + p.grad.value) % PRIME
+                state["momentum"] = Number(momentum)
+                p.value = (p.value - rate * momentum) % PRIME
+
+
+class _States(dict[Number, dict[str, Any]]):
+    def __missing__(self, key: Number) -> dict[str, Any]:
+        self[key] = {}
+        return self[key]
+
+
+class VirtualScheduler:
+    """Moves the rate with every step."""
+
+    def __init__(self, optimizer: VirtualOptimizer) -> None:
+        self._optimizer = optimizer
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        self._optimizer.param_groups[0]["lr"] = (1 + self.steps % 5) / 8
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+class VirtualTraining(Training):
+    """``runtime.update.Training`` over exact numbers: its own code, other tensors."""
+
+    def __init__(self, *, reference: int, buffers: int, start: int) -> None:
+        self.parameters = [Number((start + index) % PRIME) for index in range(PARAMETERS)]  # type: ignore[assignment]
+        numbers: Any = self.parameters
+        self.optimizer: Any = VirtualOptimizer(numbers, 0.125)
+        self.gradients: Any = VirtualGradients(numbers)
+        self.buffers: Any = VirtualBuffers(buffers)
+        self.lookahead: Any = VirtualLookAhead(numbers)
+        self.held = None
+        self.epochs_ended = 0
+        self._constants = []
+        self.reference = float(reference)
+        self._clip_norm = None
+        self.scheduler = VirtualScheduler(self.optimizer)
+        self._scheduler, self._schedule_by = self.scheduler, "batch"
+        self._scaler = self._scale = None
+        self._stepping = False
+
+    def close(self) -> None:
+        self.back()
+
+    def unscale(self) -> float | None:
+        return 1.0
+
+    def _step_schedule(self) -> None:
+        self.scheduler.step()
+
+    def apply(
+        self,
+        outcome: Any,
+        summed: Any,
+        present: int,
+        averaged: Callable[[Any], None] | None = None,
+    ) -> None:
+        assert not self.lookahead.away, "an update is made at the look-ahead point"
+        super().apply(outcome, summed, present, averaged)
+
+    def plain_values(self) -> tuple[int, ...]:
+        """The weights and momenta, wherever the model is now."""
+        with self.plain():
+            weights = tuple(p.value for p in self.parameters)  # type: ignore[attr-defined]
+        state = self.optimizer.state
+        return (*weights, *(state[p]["momentum"].value if "momentum" in state[p] else 0 for p in self.parameters))
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        with super().plain():
+            yield

@@ -1,0 +1,113 @@
+"""Scenes: what a seed is drawn from.
+
+Question  Which runs and which faults does a seed stand for?
+Holds     A scene's name and a seed give one scene, whatever else is added to this list.
+Source    ours.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from pliant.core.rounds import Policy
+from pliant.testing.faults import OCCASIONS, Fault
+from pliant.testing.simulation import Scene
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "calm": (),
+    "kills": ("kill",),
+    "pauses": ("pause", "hang", "slow"),
+    "goings": ("leave", "drain", "scale"),
+    "comings": ("join", "scale"),
+    "turnover": ("join", "leave", "kill", "drain"),
+    "lines": ("cut", "block", "cut_agent"),
+    "partitions": ("isolate", "block", "cut"),
+    "coordinator": ("crash", "crash", "kill", "doze"),
+    "handoffs": ("join", "kill", "leave"),
+    "lost": ("kill",),
+    "everything": (
+        "kill", "kill", "pause", "hang", "slow", "leave", "drain", "join", "join", "scale", "cut", "cut_agent", "block",
+        "isolate", "crash", "doze",
+    ),
+}  # fmt: skip
+"""scene → the faults that it is drawn from"""
+
+
+def drawn(name: str, seed: int) -> Scene:
+    """The scene of a seed."""
+    chance = random.Random(f"{name}/{seed}")
+    workers = chance.choice((2, 3, 3, 4))
+    floating = chance.random() < 0.4
+    batch = chance.choice((8, 12, 16, 24))
+    policy = Policy(
+        batch,
+        floating=floating,
+        at_most=chance.choice((None, 3 * batch)) if floating else None,
+        delay=chance.choice((1, 1, 1, 0)),
+        rule=chance.choice(("linear", "sqrt")),
+        momentum=chance.choice((0.0, 0.9)),
+    )
+    # Who breaks does not see the update that was under way: the user's counter differs from then on.
+    breaks = chance.choice((0.0, 0.0, 0.0, 0.01))
+    epochs = chance.choice((1, 2, 3))
+    length = chance.choice((30, 61, 90))
+    scene = Scene(
+        name,
+        policy,
+        workers,
+        paces=tuple(chance.choice((0.001, 0.002, 0.004, 0.008)) for _ in range(5)),
+        sizes=tuple(chance.choice((2, 3, 4, 6)) for _ in range(5)),
+        epochs=epochs,
+        length=length,
+        evaluated=chance.choice((7, 20)),
+        nested=chance.choice((0, 0, 2, 3)) if not breaks else 0,
+        breaks=breaks,
+        samples=chance.randrange(length // 2, epochs * length) if chance.random() < 0.15 else None,
+        buffers=chance.choice((0, 1)),
+        dead_after_s=chance.choice((0.6, 1.0, 2.0)),
+        slowest_s=chance.choice((0.001, 0.005, 0.03)),
+        sum_s=chance.choice((0.002, 0.01, 0.04)),
+        stream_s=chance.choice((0.005, 0.05)),
+        stream_breaks=0.2 if name == "handoffs" else 0.0,
+    )
+    kinds = NAMES[name]
+    if name == "lost":
+        faults = tuple(Fault("kill", at_s=chance.uniform(0.2, 0.5), whom=index) for index in range(5))
+        return replace(scene, faults=faults, may_fail=True)
+    count = chance.choice((1, 1, 2, 2, 3, 4)) if kinds else 0
+    faults = tuple(_fault(chance, chance.choice(kinds), scene) for _ in range(count))
+    if name == "handoffs":
+        faults = (Fault("join", at_s=chance.uniform(0.2, 0.4)), *(_at_handoff(chance, fault) for fault in faults))
+    may_fail = any(
+        fault.what in ("kill", "leave", "drain", "pause", "hang", "isolate", "block", "scale") for fault in faults
+    )
+    return replace(scene, faults=faults, may_fail=may_fail)
+
+
+def _fault(chance: random.Random, what: str, scene: Scene) -> Fault:
+    lasts_s = 0.0
+    dead_s = scene.dead_after_s
+    if what in ("pause", "hang", "isolate", "block", "slow"):
+        lasts_s = dead_s * chance.choice((0.1, 0.5, 0.95, 1.05, 1.5, 2.5))
+    elif what == "crash":
+        lasts_s = chance.choice((0.05, 0.3, 1.0))
+    elif what == "doze":
+        lasts_s = dead_s * chance.choice((0.3, 0.8, 1.3))
+    whom = chance.choice((-1, 0, 1, 2, 3))
+    if chance.random() < 0.4:
+        return Fault(what, at_s=chance.uniform(0.05, 1.0), lasts_s=lasts_s, whom=whom)
+    return Fault(
+        what,
+        at_s=3.0,
+        occasion=chance.choice(OCCASIONS),
+        nth=int(2 ** chance.uniform(0.0, 6.5)),
+        delay_s=chance.choice((0.0, 0.0, chance.uniform(0.0, 0.01), chance.uniform(0.0, 0.2))),
+        lasts_s=lasts_s,
+        whom=whom,
+    )
+
+
+def _at_handoff(chance: random.Random, fault: Fault) -> Fault:
+    occasion = chance.choice(("handoff", "handoff", "entered", "settled"))
+    return replace(fault, occasion=occasion, nth=chance.randrange(1, 9), delay_s=chance.uniform(0.0, 0.02), at_s=3.0)

@@ -1,0 +1,437 @@
+"""A whole run in virtual time: the real coordinator and the real workers' loops, from a seed.
+
+Question  Does the protocol hold whatever happens, whenever it happens?
+Holds     ``Coordinator``, ``Worker``, ``Place``, ``Eras``, ``Takeover``, ``Reporter``, ``Mailbox``, ``Link``'s books
+          and ``core`` are the production code; clock, network, disk, processes and tensors are virtual. A scene and
+          a seed give one history. Every invariant is checked all the way; see ``checks``.
+Source    ours; docs/design/0007-elastic.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pliant.control.messages import Signature
+from pliant.core import rounds
+from pliant.core.endings import QUIET_EXIT
+from pliant.core.ledger import MicroBatch, samples_of
+from pliant.core.rounds import Past, Policy, Standing
+from pliant.core.tickets import Kind
+from pliant.errors import PliantError, RunEnded, Stopped
+from pliant.runtime import membership
+from pliant.runtime.coordinator import Charter
+from pliant.runtime.eras import Eras
+from pliant.runtime.membership import Membership
+from pliant.runtime.place import Place
+from pliant.runtime.worker import Opening, Worker
+from pliant.tensors import group as groups
+from pliant.testing.checks import Checker, Observer, Violation
+from pliant.testing.collective import Meetings, VirtualForming
+from pliant.testing.giving import Streams, VirtualDonor, VirtualRecipient
+from pliant.testing.hosts import Host, Launcher
+from pliant.testing.line import VirtualLink, connected
+from pliant.testing.memory import remembered
+from pliant.testing.network import Network
+from pliant.testing.numbers import VirtualTraining
+from pliant.testing.virtual import Process, World
+from pliant.types import WorkerId
+
+_VERSION = "sim"
+# Beyond dead_after, until the next round is applied: DESIGN, invariant 6.
+_RECOVERY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a history begins with."""
+
+    name: str
+    policy: Policy
+    workers: int
+    paces: tuple[float, ...]
+    """seconds per sample, by the number of the process"""
+    sizes: tuple[int, ...]
+    epochs: int = 2
+    length: int = 60
+    evaluated: int = 20
+    nested: int = 0
+    """evaluate inside the loop whenever the user's counter is a multiple; 0: never"""
+    breaks: float = 0.0
+    """how likely a micro-batch ends the loop"""
+    samples: int | None = None
+    """epochs(samples=…)"""
+    buffers: int = 0
+    dead_after_s: float = 1.0
+    slowest_s: float = 0.002
+    """of a control message"""
+    sum_s: float = 0.004
+    stream_s: float = 0.01
+    stream_breaks: float = 0.0
+    limit_s: float = 60.0
+    may_fail: bool = False
+    """the run may end without having completed: everybody was lost or left"""
+    faults: tuple[Any, ...] = ()
+
+
+@dataclass
+class Outcome:
+    """What came of a seed."""
+
+    scene: str
+    seed: int
+    checksum: int
+    virtual_s: float
+    events: int
+    exchanges: int
+    counts: dict[str, int]
+    completed: bool
+    error: str | None = None
+    log: list[str] = field(default_factory=list)
+
+
+class Simulation:
+    """One history."""
+
+    def __init__(self, scene: Scene, seed: int, *, trace: bool = False) -> None:
+        self.scene = scene
+        self.seed = seed
+        self.world = world = World(f"{scene.name} {seed}", trace=trace)
+        self.checker = Checker(world, reference=scene.policy.batch, buffers=scene.buffers)
+        self.network = Network(world, scene.slowest_s)
+        self.meetings = Meetings(world, scene.sum_s)
+        self.streams = Streams(world, scene.stream_s)
+        self.streams.breaks = scene.stream_breaks
+        charter = Charter("sim", "script.py", _VERSION, scene.workers, scene.dead_after_s, grace_s=1.0)
+        self.host = Host(world, self.network, charter)
+        self.host.appended = lambda coordinator: self.checker.journaled(self.host.disk.content)
+        self.scripts: dict[Process, Script] = {}
+        self.started = 0
+        self.pending = 0
+        """faults that may still strike"""
+        self.quiet_s = 0.0
+        """when the last fault is over"""
+        self.launcher = self._launched(scene.workers, owner=True)
+        self.launchers = [self.launcher]
+        world.after(0.25, self._watch)
+        for fault in scene.faults:
+            fault.plan(self)
+
+    def _launched(self, workers: int, *, owner: bool) -> Launcher:
+        launcher = Launcher(
+            self.world, self.network, self._start, workers=workers, owner=owner, host=self.host, grace_s=1.0
+        )
+        launcher.signal = self._terminated  # type: ignore[method-assign]
+        return launcher
+
+    def join(self, workers: int) -> None:
+        """Another launcher brings more workers."""
+        self.launchers.append(self._launched(workers, owner=False))
+
+    def _start(self, slot: str, pid: int, ended: Callable[[Process, int], None]) -> Process:
+        number, self.started = self.started, self.started + 1
+        script = Script(self, slot, number)
+        process = Process(self.world, slot, pid, script.run)
+        self.scripts[process] = script
+        self.meetings.watch(process)
+
+        def over(status: int) -> None:
+            self.checker.holders.pop(script.name, None)
+            self.judge()
+            for wire in self.network.of(process):
+                # The system sends on what it was given, unless the machine has gone.
+                if status < 0 and self.world.chance(0.5):
+                    wire.break_off(near_s=0.0, far_s=self.world.between(0.0005, 0.01))
+                else:
+                    wire.near.close()
+            ended(process, status)
+
+        process.ended.append(over)
+        process.start()
+        return process
+
+    def judge(self) -> None:
+        """Whether anybody is left who holds the state and can do something with it."""
+        able = {script.name for script in self.living if script.impaired_until_s <= self.world.now_s}
+        self.checker.lost = self.checker.lost or not able.intersection(self.checker.holders)
+
+    def _terminated(self, process: Process) -> None:
+        self.scripts[process].terminated(process)
+
+    # -- watching
+
+    @property
+    def living(self) -> list[Script]:
+        """The scripts of processes that live."""
+        return [script for process, script in self.scripts.items() if process.alive]
+
+    def _watch(self) -> None:
+        world, scene = self.world, self.scene
+        if self.host.end is not None and all(launcher.over for launcher in self.launchers if launcher._name):
+            world.stop()
+            return
+        since_s = max(self.checker.settled_s, self.quiet_s)
+        patience_s = scene.dead_after_s + _RECOVERY_S + self._slack_s
+        expected = self.host.end is None and not self.checker.over and not self.pending and self.checker.holders
+        if expected and world.now_s - since_s > patience_s:
+            raise Violation(
+                f"nothing was settled for {world.now_s - since_s:.2f} s though {sorted(self.checker.holders)} live"
+            )
+        if world.now_s > scene.limit_s:
+            raise Violation(f"the run has not ended after {scene.limit_s:g} s")
+        world.after(0.25, self._watch)
+
+    @property
+    def _slack_s(self) -> float:
+        """What the slowest micro-batch takes, and the start of a process."""
+        return 1.0 + 8 * max(self.scene.paces) * max(self.scene.sizes)
+
+    def run(self) -> Outcome:
+        """Let it happen; the outcome carries the first thing that was wrong."""
+        error: str | None = None
+        end = None
+        try:
+            with remembered():
+                self.world.run()
+            end = self.host.end
+            assert end is not None
+            self.checker.journaled(self.host.disk.content)
+            self.checker.conclude(completed=end.completed)
+            # A coordinator that dies while everybody says goodbye leaves nobody who knows that all went well.
+            forgotten = self.checker.over and self.host.restarts > 0
+            if not end.completed and not (self.scene.may_fail and self.checker.lost) and not forgotten:
+                raise Violation(f"the run ended: {end.reason}")
+        except BaseException as failure:
+            if isinstance(failure, KeyboardInterrupt):
+                raise
+            error = _described(failure)
+        world = self.world
+        return Outcome(
+            self.scene.name,
+            self.seed,
+            world.checksum,
+            world.now_s,
+            world.events,
+            self.checker.exchanges,
+            world.counts,
+            end is not None and end.completed,
+            error,
+            world.log or [],
+        )
+
+
+def _described(failure: BaseException) -> str:
+    trace = failure.__traceback__
+    places: list[str] = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        places.append(f"{code.co_filename.rpartition('/')[2]}:{trace.tb_lineno} {code.co_name}")
+        trace = trace.tb_next
+    where = "" if isinstance(failure, Violation) else f"  [{' < '.join(reversed(places[-6:]))}]"
+    return f"{type(failure).__name__}: {failure}{where}"
+
+
+class Script:
+    """A user's script in one process, through the worker's interface as ``pliant.run`` uses it."""
+
+    def __init__(self, simulation: Simulation, slot: str, number: int) -> None:
+        self.simulation = simulation
+        self.scene = simulation.scene
+        self.slot = slot
+        self.number = number
+        self.pace_s = self.scene.paces[number % len(self.scene.paces)]
+        self.size = self.scene.sizes[number % len(self.scene.sizes)]
+        self.slowness = 1.0
+        self.worker: Worker | None = None
+        self.link: VirtualLink | None = None
+        self._signalled = False
+        self.impaired_until_s = 0.0
+        """until then it does not hear, speak, or get on"""
+
+    @property
+    def name(self) -> str:
+        """The name that the coordinator has given."""
+        return self.link.worker if self.link is not None else self.slot
+
+    def terminated(self, process: Process) -> None:
+        """SIGTERM: the first one asks, the second one ends."""
+        if self.worker is None or self._signalled:
+            process.kill(-15)
+            return
+        self._signalled = True
+        self.worker.leave("SIGTERM")
+        process.notice()
+
+    def run(self, process: Process) -> int:
+        """The process from its start to its exit status."""
+        self.process = process
+        process.compute(process.world.between(0.01, 0.2))
+        try:
+            place = self._joined()
+        except SystemExit as error:
+            return int(error.code or 0)
+        try:
+            try:
+                self._train(place)
+            except BaseException as error:
+                if process.alive:
+                    place.fail(error)
+                raise
+            with place.guarded():
+                place.finish()
+        except SystemExit as error:
+            return int(error.code or 0)
+        return 0
+
+    # -- pliant.join
+
+    def _connected(self) -> VirtualLink:
+        try:
+            link = connected(self.process, self.simulation.network, self.slot, _VERSION)
+        except PliantError as error:
+            if isinstance(error, Stopped) and error.completed:
+                raise SystemExit(0) from None
+            raise SystemExit(QUIET_EXIT if isinstance(error, RunEnded) else 1) from None
+        self.link = link
+        return link
+
+    def _joined(self) -> Membership:
+        """``membership._entered``."""
+        simulation, process, scene = self.simulation, self.process, self.scene
+        link = self._connected()
+        donor = VirtualDonor(simulation.streams, process)
+        self.training = VirtualTraining(
+            reference=scene.policy.batch, buffers=scene.buffers, start=1_000_003 * (self.number + 1)
+        )
+        self.state: dict[str, Any] = {"count": 0}
+        carried = {"optimizer": None, "scheduler": self.training.scheduler, "scaler": None, "state": self.state}
+        described = Signature("sim", [("p", [1], "float32")], {"dead_after": repr(scene.dead_after_s)})
+
+        def placed(link: VirtualLink) -> Place:
+            forming: list[VirtualForming] = []
+
+            def form(attempt: int, place: int, members: int) -> Any:
+                if members == 1:
+                    return membership._Formed()
+                forming.append(VirtualForming(simulation.meetings, link, attempt, place, members))
+                return forming[-1]
+
+            def heard() -> None:
+                for each in forming[-2:]:
+                    each.look()
+
+            link.heard = heard
+            link.concluded = self._concluded
+            return Place(link, form, described, donor.address, clock=process.world.clock, sleep=process.idle)
+
+        def come_back() -> Place:
+            eras.place.link.close()
+            return placed(self._connected())
+
+        eras = Eras(
+            placed(link),
+            donor,
+            lambda address: VirtualRecipient(simulation.streams, process, address),
+            carried,
+            self._share,
+            come_back,
+        )
+        self.eras = eras
+        newcomer = rounds.founded(scene.policy, 0, (WorkerId(link.worker),))
+        newcomer = replace(newcomer, standings=(Standing.FOLLOWING,))
+        witness = Observer(link, simulation.checker, self.training)
+        worker = Worker(
+            WorkerId(link.worker),
+            newcomer,
+            groups.Alone(),
+            self.training,
+            witness,
+            eras=eras,
+            clock=process.world.clock,
+            sleep=process.idle,
+        )
+        self.worker = worker
+        try:
+            if not link.mailbox.welcome.running:
+                worker.found()
+        except PliantError as error:
+            membership._depart(link, error)
+            raise
+        return Membership(worker, None, carried, eras)
+
+    def _concluded(self) -> None:
+        # Who breaks, or leaves, does not see every update.
+        state = {} if self.scene.breaks or self._worker.standing is not Standing.ACTIVE else self.state
+        self.simulation.checker.ended(self.name, self.training, state, self._worker.group)
+
+    def _share(self, channel: Any, look: Callable[[], None]) -> None:
+        """Everybody takes over the leader's state."""
+        numbers: Any = self.training.parameters
+        if channel.members == 1:
+            return
+        if channel.place == 0:
+            channel.tell(str(numbers[0].value).encode(), 0)
+            return
+        start = int(channel.told(0, look))
+        for index, number in enumerate(numbers):
+            number.value = start + index
+
+    # -- the loop
+
+    def _train(self, place: Membership) -> None:
+        worker, scene = self._worker, self.scene
+        place.plan(scene.epochs, scene.samples)
+        worker.limit_samples(scene.samples)
+        for epoch in range(scene.epochs):
+            self._batches(epoch)
+            self._evaluate(epoch)
+            worker.past(epoch)
+            self.training.end_epoch(epoch)
+
+    @property
+    def _worker(self) -> Worker:
+        assert self.worker is not None
+        return self.worker
+
+    def _batches(self, epoch: int) -> None:
+        worker, scene, world = self._worker, self.scene, self.process.world
+        phase = worker.open(Opening(Kind.TRAIN, epoch, scene.length, 0, self.size, 0))
+        if isinstance(phase, Past):
+            return
+        while (micro_batch := worker.draw(phase)) is not None:
+            if scene.breaks and world.chance(scene.breaks):
+                self.training.back()
+                worker.abandon(phase)
+                return
+            positions = self._compute(micro_batch)
+            self.training.gradients.add(epoch, positions)
+            self.training.buffers.forward(positions)
+            worker.contributed(float(len(positions)), float(len(positions)))
+            if worker.step():
+                self.state["count"] += 1
+                world.note("seen", self.name, worker.group.exchange, self.state["count"])
+                if scene.nested and self.state["count"] % scene.nested == 0:
+                    self._evaluate(epoch)
+        worker.left()
+
+    def _compute(self, micro_batch: MicroBatch) -> list[int]:
+        self.process.compute(self.pace_s * self.slowness * samples_of(micro_batch))
+        return [position for start, stop in micro_batch for position in range(start, stop)]
+
+    def _evaluate(self, epoch: int) -> None:
+        worker, scene = self._worker, self.scene
+        result: float | None = None
+        with self.training.plain():
+            phase = worker.open(Opening(Kind.EVALUATE, epoch, scene.evaluated, 1, self.size, 0))
+            if isinstance(phase, Past):
+                result = phase.result
+            else:
+                while (micro_batch := worker.draw(phase)) is not None:
+                    positions = self._compute(micro_batch)
+                    worker.contributed(float(len(positions)), float(sum(positions)))
+                    worker.step()
+                result = worker.left()
+        expected = (scene.evaluated - 1) / 2
+        if result is not None and result != expected:
+            raise Violation(f"{self.name}: evaluate gives {result} in place of {expected}")

@@ -1,0 +1,387 @@
+"""The coordinator's loop, driven with a virtual clock and connections in memory, and once over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from websockets.asyncio.client import connect
+
+from pliant.control import messages as m
+from pliant.core import events, journal
+from pliant.runtime.coordinator import Charter, Coordinator
+from pliant.runtime.journaling import JournalFile, Numbered
+from pliant.runtime.service import serve
+
+CHARTER = Charter("job", "train.py", "0.1.0", workers=3)
+SIGNATURE = m.Signature("0.1.0", [("w", [2], "float32")], {"batch": "8"})
+Kind = TypeVar("Kind")
+
+
+@dataclass
+class Wire:
+    """A connection in memory."""
+
+    number: int
+    sent: list[Any] = field(default_factory=list)
+    is_closed: bool = False
+
+    def send(self, message: Any) -> None:
+        # Through bytes: what cannot be encoded must not pass.
+        m.encode(message)
+        self.sent.append(message)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+    def last(self, kind: type[Kind]) -> Kind:
+        return self.of(kind)[-1]
+
+
+class Records(list[journal.Record]):
+    """A journal in memory."""
+
+    def append(self, records: list[journal.Record]) -> None:  # type: ignore[override]
+        self.extend(records)
+
+    def close(self) -> None: ...
+
+
+class Scene:
+    """A coordinator, a launcher and its workers."""
+
+    def __init__(self, coordinator: Coordinator | None = None, records: Records | None = None, **charter: Any) -> None:
+        self.now_s = 100.0
+        self.journal = records if records is not None else Records()
+        self.numbers: Iterator[int] = iter(range(1, 10_000))
+        rules = Charter(**{"job": "job", "script": "train.py", "version": "0.1.0", **charter})
+        self.coordinator = coordinator or Coordinator(rules, self.journal, lambda: self.now_s, 1e9)
+        self.agent = Wire(0)
+        self.wires: dict[str, Wire] = {}
+
+    def enlist(self, wanted: int, *, owner: bool = True, name: str = "", slots: tuple[str, ...] = ()) -> Wire:
+        wire = Wire(next(self.numbers))
+        self.coordinator.agent_connected(wire)
+        self.coordinator.agent_received(wire, m.Enlist(name, "0.1.0", list(slots), wanted, owner))
+        if owner:
+            self.agent = wire
+        return wire
+
+    def hello(self, slot: str, worker: str = "", **where: Any) -> Wire:
+        wire = Wire(next(self.numbers))
+        self.coordinator.connected(wire)
+        self.coordinator.received(wire, m.Hello(slot, 7, "0.1.0", worker, **where))
+        if wire.of(m.Welcome):
+            self.wires[wire.last(m.Welcome).worker] = wire
+        return wire
+
+    def say(self, worker: str, message: Any) -> None:
+        self.coordinator.received(self.wires[worker], message)
+
+    def ready(self, worker: str, call: m.Call | None = None, signature: m.Signature = SIGNATURE) -> None:
+        self.say(worker, m.Ready(signature, f"host:{worker}", call))
+
+    def drop(self, worker: str) -> None:
+        self.coordinator.closed(self.wires[worker])
+
+    def exit(self, slot: str, status: int, pid: int = 7, error: str = "") -> None:
+        self.coordinator.agent_received(self.agent, m.Exited(slot, pid, status, error))
+
+    def wait(self, seconds: float, beating: tuple[str, ...] = ()) -> None:
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            self.now_s = min(until_s, self.now_s + 0.05)
+            for worker in beating:
+                self.say(worker, m.Beat(1, 1, int(self.now_s * 100)))
+            self.coordinator.handle(events.Tick(), self.now_s)
+
+    def started(self, n: int, enter: bool = True) -> Scene:
+        self.enlist(n)
+        for i in range(n):
+            self.hello(f"w{i}")
+            self.ready(f"w{i}")
+        if enter:
+            self.enter(1, *(f"w{i}" for i in range(n)))
+        return self
+
+    def enter(self, era: int, *workers: str, exchange: int = 0) -> None:
+        for worker in workers:
+            self.say(worker, m.Entered(era, exchange))
+
+    def stop(self, era: int, *workers: str, exchange: int = 5) -> None:
+        for worker in workers:
+            self.say(worker, m.Stopped(era, exchange, True))
+
+
+def test_the_first_era_starts_when_all_slots_are_ready() -> None:
+    scene = Scene()
+    assert scene.enlist(3).last(m.Enlisted).slots == ["w0", "w1", "w2"]
+    for slot in ("w2", "w0"):
+        scene.hello(slot)
+        scene.ready(slot)
+    assert not scene.wires["w0"].of(m.EraStart)
+    scene.hello("w1")
+    scene.ready("w1")
+    start = scene.wires["w0"].last(m.EraStart)
+    assert (start.era, start.roster, start.donor, start.exchange) == (1, ["w0", "w1", "w2"], "w0", 0)
+    assert start.attempt == 1_000_001 and start.addresses == {f"w{i}": f"host:w{i}" for i in range(3)}
+
+
+def test_keys_reach_the_members_of_the_attempt_and_whoever_comes_back() -> None:
+    scene = Scene().started(2, enter=False)
+    attempt = scene.wires["w0"].last(m.EraStart).attempt
+    scene.say("w0", m.Put(attempt, "a", b"1"))
+    scene.say("w0", m.Put(attempt - 1, "b", b"2"))
+    assert scene.wires["w1"].of(m.Push) == [m.Push(attempt, "a", b"1")] and not scene.wires["w0"].of(m.Push)
+    scene.drop("w1")
+    back = scene.hello("w1", worker="w1")
+    assert [type(message) for message in back.sent[:3]] == [m.Welcome, m.EraStart, m.Push]
+    assert back.last(m.Welcome).worker == "w1"
+
+
+def test_a_killed_worker_is_replaced_and_the_others_go_on() -> None:
+    scene = Scene().started(3)
+    scene.wait(1.0, ("w0", "w1", "w2"))
+    scene.exit("w2", -9)
+    assert scene.wires["w0"].last(m.Broken).era == 1
+    assert scene.agent.last(m.Note).text == "w2 was lost (killed by signal 9): w0, w1 go on"
+    scene.stop(1, "w0", exchange=5)
+    assert scene.wires["w0"].last(m.EraStart).era == 1
+    scene.stop(1, "w1", exchange=6)
+    start = scene.wires["w0"].last(m.EraStart)
+    assert (start.era, start.roster, start.donor, start.exchange) == (2, ["w0", "w1"], "w1", 6)
+    scene.enter(2, "w0", "w1", exchange=6)
+    scene.wait(0.6, ("w0", "w1"))
+    assert scene.agent.last(m.Start).slot == "w2"
+    wire = scene.hello("w2")
+    assert wire.last(m.Welcome).worker == "w2.2" and wire.last(m.Welcome).running
+    scene.ready("w2.2")
+    plan = scene.wires["w0"].last(m.EraPlan)
+    assert (plan.era, plan.roster, plan.donor) == (3, ["w0", "w1", "w2.2"], "w1")
+    scene.enter(3, "w0", "w1", "w2.2", exchange=9)
+    assert scene.agent.last(m.Note).text == "w2.2 joined"
+    assert scene.coordinator.current.restarts == 1
+
+
+def test_records_are_written_once_in_order_and_acknowledged() -> None:
+    scene = Scene().started(2)
+    lines = [journal.encode(journal.EraRecord(1, ["w0", "w1"])), journal.encode(journal.PhaseEndRecord(1, []))]
+    scene.say("w1", m.Lines(1, lines[1:]))
+    assert len(scene.journal) == 1
+    scene.say("w0", m.Lines(0, lines))
+    scene.say("w1", m.Lines(0, lines))
+    assert [type(record) for record in scene.journal] == [
+        journal.RunRecord,
+        journal.EraRecord,
+        journal.PhaseEndRecord,
+    ]
+    scene.wait(0.3, ("w0", "w1"))
+    assert scene.wires["w1"].last(m.Written).count == 2
+
+
+def test_foreign_records_are_a_failure_of_their_sender() -> None:
+    scene = Scene().started(2)
+    scene.say("w1", m.Lines(0, [journal.encode(journal.EndRecord("x", True))]))
+    assert scene.wires["w1"].is_closed and scene.wires["w0"].of(m.Broken)
+
+
+def test_a_run_that_finishes_ends_well() -> None:
+    scene = Scene().started(2)
+    for worker in ("w0", "w1"):
+        scene.say(worker, m.Finished())
+        scene.drop(worker)
+    scene.exit("w0", 0)
+    scene.exit("w1", 0)
+    assert scene.agent.last(m.Over) == m.Over("finished", completed=True, exit_status=0)
+    assert isinstance(scene.journal[-1], journal.EndRecord)
+    late = scene.enlist(1, owner=False)
+    assert late.last(m.Over).completed
+
+
+def phase(number: int, task: str, length: int) -> journal.Record:
+    return journal.PhaseRecord(number, task, 0, length, length, [8], [1], 0)
+
+
+def test_a_newcomer_is_told_what_is_past_and_another_dataset_is_refused() -> None:
+    scene = Scene().started(1)
+    records = [
+        journal.EraRecord(1, ["w0"]),
+        phase(1, "train", 40),
+        phase(2, "evaluate", 10),
+        journal.PhaseEndRecord(2, [], 0.1),
+        journal.PhaseEndRecord(1, []),
+        phase(3, "evaluate", 10),
+        journal.PhaseEndRecord(3, [], 0.5),
+        phase(4, "train", 40),
+    ]
+    scene.say("w0", m.Lines(0, [journal.encode(record) for record in records]))
+    joined = scene.enlist(2, owner=False)
+    assert joined.last(m.Enlisted).slots == ["w1", "w2"]
+    welcome = scene.hello("w1").last(m.Welcome)
+    assert welcome.past == [m.Past("train", 0), m.Past("evaluate", 0, 0.5)] and welcome.written == 8
+    scene.hello("w2")
+    scene.ready("w1", m.Call(2, "train", 39))
+    assert "dataset lengths differ: 40 samples on the run but 39 on w1" in scene.wires["w1"].last(m.Refuse).reason
+    scene.ready("w2", m.Call(2, "train", 40))
+    assert scene.wires["w0"].last(m.EraPlan).roster == ["w0", "w2"]
+
+
+def test_scale_and_drain() -> None:
+    scene = Scene(max_workers=4).started(2)
+    assert scene.coordinator.scale(0)[0] == 422 and scene.coordinator.scale(5)[0] == 422
+    assert scene.coordinator.scale(3) == (200, "3 workers are wanted")
+    assert scene.agent.last(m.Start).slot == "w2"
+    status, text = scene.coordinator.drain("w9")
+    assert status == 404 and "w0, w1" in text
+    assert scene.coordinator.drain("w1")[0] == 200
+    assert scene.wires["w1"].of(m.Leave)
+    assert scene.wires["w0"].last(m.EraPlan).roster == ["w0"]
+    scene.enter(2, "w0", exchange=3)
+    scene.say("w1", m.Finished(left=True))
+    assert scene.agent.last(m.Note).text == "w1 left"
+    scene.exit("w1", 0)
+    scene.wait(2.0, ("w0",))
+    assert [start.slot for start in scene.agent.of(m.Start)] == ["w2"]
+    kinds = [event["kind"] for event in json.loads(scene.coordinator.happenings())]
+    assert kinds.count("left") == 1 and "scaled" in kinds
+
+
+def test_scaling_down_takes_the_last_and_never_the_leader() -> None:
+    scene = Scene().started(3)
+    scene.coordinator.scale(1)
+    assert scene.wires["w0"].last(m.EraPlan).roster == ["w0"]
+    assert not scene.wires["w0"].of(m.Leave) and scene.wires["w2"].of(m.Leave)
+
+
+def resumed(records: Records, **charter: Any) -> Scene:
+    scene = Scene(records=Records())
+    rules = Charter(**{"job": "job", "script": "train.py", "version": "0.1.0", **charter})
+    scene.coordinator = Coordinator.resumed(rules, scene.journal, records, 2, lambda: scene.now_s, 1e9)
+    return scene
+
+
+def test_a_new_coordinator_goes_on_with_the_members_it_meets() -> None:
+    scene = resumed(Records([journal.RunRecord("job", "0.1.0", 0.0), journal.EraRecord(4, ["w0", "w1"])]))
+    scene.enlist(0, name="a0", slots=("w0", "w1"))
+    assert scene.agent.last(m.Enlisted).term == 2
+    for worker in ("w0", "w1"):
+        wire = scene.hello(worker, worker=worker, era=4, exchange=9, active=True, signature=SIGNATURE)
+        assert wire.last(m.Welcome).written == 1 and wire.last(m.Welcome).term == 2
+    scene.wait(7.0, ("w0", "w1"))
+    assert not scene.wires["w0"].of(m.Broken)
+    scene.exit("w1", -9)
+    assert scene.wires["w0"].last(m.Broken) == m.Broken(2, 4, "w1 was lost (killed by signal 9)")
+    scene.stop(4, "w0", exchange=9)
+    start = scene.wires["w0"].last(m.EraStart)
+    # Era numbers of another term begin beyond any that the lost coordinator may have given out.
+    assert (start.era, start.attempt, start.exchange) == (105, 2_000_001, 9)
+
+
+def test_a_new_coordinator_evicts_nobody_at_once_and_a_missing_one_in_the_end() -> None:
+    scene = resumed(Records([journal.RunRecord("job", "0.1.0", 0.0), journal.EraRecord(4, ["w0", "w1"])]))
+    scene.hello("w0", worker="w0", era=5, exchange=9, active=True)
+    scene.wait(4.9, ("w0",))
+    assert not scene.wires["w0"].of(m.Broken)
+    scene.wait(1.0, ("w0",))
+    assert scene.wires["w0"].last(m.Broken).era == 5
+    scene.stop(5, "w0", exchange=9)
+    assert scene.wires["w0"].last(m.EraStart).roster == ["w0"]
+    late = scene.hello("w1", worker="w1", era=4, exchange=8, active=True)
+    assert late.last(m.Refuse).again
+
+
+def test_members_that_waited_for_a_coordinator_get_an_era() -> None:
+    scene = resumed(Records([journal.RunRecord("job", "0.1.0", 0.0), journal.EraRecord(4, ["w0", "w1"])]))
+    for worker, exchange in (("w0", 8), ("w1", 9)):
+        scene.hello(worker, worker=worker, era=4, exchange=exchange, active=True)
+        scene.say(worker, m.Stopped(4, exchange, True, failed="connection reset"))
+    scene.wait(0.3)
+    start = scene.wires["w0"].last(m.EraStart)
+    assert (start.roster, start.donor, start.exchange) == (["w0", "w1"], "w1", 9)
+
+
+def test_numbered_records_are_put_in_order() -> None:
+    numbered = Numbered(3)
+    records = [journal.PhaseEndRecord(number, []) for number in range(10)]
+    assert numbered.taken(1, records[1:3]) == []
+    assert numbered.taken(5, records[5:7]) == []
+    assert numbered.taken(2, records[2:5]) == records[3:7]
+    assert numbered.written == 7
+
+
+def test_a_journal_is_reopened_without_its_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    file = JournalFile(path)
+    file.append([journal.RunRecord("job", "0.1.0", 0.0), journal.PhaseEndRecord(1, [], 0.1)])
+    file.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"kind":"phase_end","pha')
+    file, records = JournalFile.reopened(path)
+    assert len(records) == 2 and path.read_bytes() == whole
+    file.append([journal.EndRecord("finished", True)])
+    file.close()
+    with path.open("rb") as lines:
+        assert len(list(journal.read(lines))) == 3
+
+
+async def ask(port: int, method: str, path: str, body: bytes = b"", token: str = "secret") -> tuple[int, str]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nConnection: close\r\n"
+    writer.write(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    answer = (await reader.read()).decode()
+    writer.close()
+    await writer.wait_closed()
+    return int(answer.split()[1]), answer.partition("\r\n\r\n")[2]
+
+
+async def conversation(directory: Path) -> events.Ended:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    ready = asyncio.Event()
+    serving = asyncio.create_task(serve(CHARTER, directory, listener, "secret", False, on_ready=ready.set))
+    await asyncio.wait_for(ready.wait(), 10)
+    headers = {"Authorization": "Bearer secret"}
+    async with connect(f"ws://127.0.0.1:{port}/agent", additional_headers=headers, ping_interval=None) as agent:
+        await agent.send(m.encode(m.Enlist("", "0.1.0", [], 1, True)))
+        assert m.decode_to_agent(await agent.recv(decode=False)) == m.Enlisted("job", "a0", 1, ["w0"])
+        async with connect(f"ws://127.0.0.1:{port}/worker", additional_headers=headers, ping_interval=None) as worker:
+            await worker.send(m.encode(m.Hello("w0", 7, "0.1.0")))
+            welcome = m.decode_from_coordinator(await worker.recv(decode=False))
+            assert isinstance(welcome, m.Welcome) and welcome.worker == "w0"
+            await worker.send(m.encode(m.Ready(SIGNATURE, "x:1")))
+            assert isinstance(m.decode_from_coordinator(await worker.recv(decode=False)), m.EraStart)
+            assert (await ask(port, "GET", "/status"))[0] == 200
+            assert (await ask(port, "GET", "/status", token="guess"))[0] == 403
+            assert (await ask(port, "POST", "/scale", b'{"workers": 0}'))[0] == 422
+            assert (await ask(port, "POST", "/scale", b"three"))[0] == 422
+            assert (await ask(port, "POST", "/drain", b'{"worker": "w7"}')) == (
+                404,
+                "there is no worker w7; the workers are w0\n",
+            )
+            assert json.loads((await ask(port, "GET", "/events"))[1])[0]["kind"] == "era"
+            assert "pliant_restarts_total 0.0" in (await ask(port, "GET", "/metrics"))[1]
+            await worker.send(m.encode(m.Entered(1, 0)))
+            await worker.send(m.encode(m.Finished()))
+        await agent.send(m.encode(m.Exited("w0", 7, 0)))
+        while not isinstance(over := m.decode_to_agent(await agent.recv(decode=False)), m.Over):
+            pass
+        assert over.completed
+    return await asyncio.wait_for(serving, 10)
+
+
+@pytest.mark.timeout(60)
+def test_it_serves_over_real_sockets(tmp_path: Path) -> None:
+    end = asyncio.run(conversation(tmp_path))
+    assert end == events.Ended("finished", completed=True, exit_status=0)
+    assert (tmp_path / "term").read_text() == "1\n"
+    with (tmp_path / "journal.jsonl").open("rb") as lines:
+        assert [type(record) for record in journal.read(lines)] == [journal.RunRecord, journal.EndRecord]

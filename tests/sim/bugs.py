@@ -1,0 +1,169 @@
+"""Deliberate bugs: each breaks the real code in one way that the simulator must notice.
+
+Question  Would the simulator see it if the protocol were wrong?
+Holds     Every entry is a patch of production code, never of the simulator; it lasts as long as its ``with`` block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pliant.core.eras
+import pliant.core.roster
+from pliant.control.client import Link
+from pliant.core import ledger, losses, rounds
+from pliant.core.rounds import Entry
+from pliant.runtime.eras import Eras
+from pliant.runtime.place import EraBroken
+from pliant.runtime.takeover import Takeover
+from pliant.runtime.witness import Reporter
+from pliant.runtime.worker import Worker
+
+Patch = tuple[Any, str, Any]
+
+
+@contextmanager
+def broken(name: str) -> Iterator[None]:
+    """The code with that bug in it."""
+    patches = BUGS[name][1]()
+    originals = [(owner, attribute, owner.__dict__[attribute]) for owner, attribute, _ in patches]
+    for owner, attribute, value in patches:
+        setattr(owner, attribute, value)
+    try:
+        yield
+    finally:
+        for owner, attribute, value in originals:
+            setattr(owner, attribute, value)
+
+
+def skip_void() -> list[Patch]:
+    """An unplanned era goes on with the number that a lost worker may have applied."""
+    regrouped = rounds.regrouped
+
+    def without(group: Any, *arguments: Any) -> Any:
+        return replace(regrouped(group, *arguments), round=group.round)
+
+    return [(rounds, "regrouped", without)]
+
+
+def reuse_attempt() -> list[Patch]:
+    """Every group is formed under the same number."""
+    numbers = pliant.core.eras._numbers
+    return [(pliant.core.eras, "_numbers", lambda state: (numbers(state)[0], 1))]
+
+
+def settle_after_stopped() -> list[Patch]:
+    """A sum that comes in after ``stopped`` was said is applied all the same."""
+    regroup = Worker._regroup
+
+    def late(self: Worker, reason: str) -> None:
+        flight = self._flight
+        self._stop(self.group.era, reason)
+        if flight is not None and flight.summation is not None and flight.summation.over:
+            with suppress(EraBroken, RuntimeError):
+                self._settle()
+        regroup(self, reason)
+
+    return [(Worker, "_regroup", late)]
+
+
+def forget_positions() -> list[Patch]:
+    """What a lost worker had been dealt is dealt to nobody else."""
+
+    def forgotten(held: Any, kept: Any, *, quotas: bool) -> Any:
+        after = regrouped(held, kept, quotas=quotas)
+        return replace(after, returned=held.returned)
+
+    regrouped = ledger.regrouped
+    return [(ledger, "regrouped", forgotten)]
+
+
+def keep_dropped() -> list[Patch]:
+    """A contribution whose sum failed is counted as still there."""
+    entry = Worker._entry
+
+    def kept(self: Worker, *, active: bool) -> Entry:
+        true = entry(self, active=active)
+        both = tuple(dropped + stays for dropped, stays in zip(true.dropped, true.kept, strict=True))
+        if true.dropped and self._flight is not None:
+            self._contribution.micro_batches += self._flight.drawn
+        return replace(true, dropped=(0,) * len(both), kept=both)
+
+    return [(Worker, "_entry", kept)]
+
+
+def early_newcomer() -> list[Patch]:
+    """A newcomer says it is ready before it holds the state."""
+    return [(Eras, "complete", property(lambda self: True))]
+
+
+def early_lines() -> list[Patch]:
+    """Journal lines are told as soon as they are made."""
+    write = Reporter._write
+
+    def at_once(self: Reporter, record: Any) -> None:
+        write(self, record)
+        self.confirmed()
+
+    return [(Reporter, "_write", at_once)]
+
+
+def early_eviction() -> list[Patch]:
+    """A new coordinator evicts whoever has not come back at once."""
+    resumed = pliant.core.roster.resumed
+
+    def impatient(*arguments: Any) -> Any:
+        state = resumed(*arguments)
+        return replace(state, patient_until_s=0.0, trusting_until_s=0.0)
+
+    return [(pliant.core.roster, "resumed", impatient), (losses, "RECONNECT_S", 0.0)]
+
+
+def leaver_draws_on() -> list[Patch]:
+    """A worker that has announced to leave goes on drawing."""
+    following = Worker._next
+
+    def draws(self: Worker) -> Any:
+        assert self._eras is not None
+        leaving, self._eras.leaving = self._eras.leaving, False
+        try:
+            return following(self)
+        finally:
+            self._eras.leaving = leaving
+
+    return [(Worker, "_next", draws)]
+
+
+def no_catching_up() -> list[Patch]:
+    """A newcomer forgets the updates that were made while its tensors were on their way."""
+    return [(Takeover, "note", lambda self, *arguments: None)]
+
+
+def half_settled() -> list[Patch]:
+    """A round is not applied when the hand-in of the next one fails."""
+    return [(Worker, "_hand_in_or_remember", Worker._hand_in)]
+
+
+def forgotten_pledge() -> list[Patch]:
+    """What was said shortly before the connection broke is not said again."""
+    return [(Link, "_pledge", lambda self, message: self._queue(message))]
+
+
+BUGS: dict[str, tuple[str, Callable[[], list[Patch]]]] = {
+    "skip_void": ("kills", skip_void),
+    "reuse_attempt": ("kills", reuse_attempt),
+    "settle_after_stopped": ("kills", settle_after_stopped),
+    "forget_positions": ("kills", forget_positions),
+    "keep_dropped": ("kills", keep_dropped),
+    "early_newcomer": ("comings", early_newcomer),
+    "early_lines": ("kills", early_lines),
+    "early_eviction": ("coordinator", early_eviction),
+    "leaver_draws_on": ("goings", leaver_draws_on),
+    "no_catching_up": ("comings", no_catching_up),
+    "half_settled": ("kills", half_settled),
+    "forgotten_pledge": ("lines", forgotten_pledge),
+}
+"""name → the scene in which it shows, the patch"""
