@@ -464,8 +464,8 @@ class Worker:
     def _leaving(self) -> bool:
         """Whether this worker draws no more, because it was asked to go.
 
-        Not inside an ``evaluate`` in a loop, and not before the round in flight is settled or something was drawn beside
-        it: the others may count on this worker being inside its loop body.
+        Not inside an ``evaluate`` in a loop, and not before the round in flight is settled or something was drawn
+        beside it: the others may count on this worker being inside its loop body.
         """
         if self._eras is None or not self._eras.leaving or len(self._stack) > 1:
             return False
