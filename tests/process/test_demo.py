@@ -41,13 +41,16 @@ def test_the_demo_shows_both_systems(tmp_path: Path) -> None:
     for name in ("w0", "w1", "w2", "w3", "pace", "share", "samples", "idle", "harvest", "accuracy"):
         assert name in done.stdout, name
     assert "every sample was used exactly once per epoch" in done.stdout
+    assert "w1 died: the next update came after" in done.stdout
+    assert "w1.2 joined: the next update came after" in done.stdout
     assert done.stdout.rstrip().endswith("times as fast as DDP.")
     assert "epoch 1/" in done.stderr, "no progress was shown"
     assert not processes_in(tmp_path)
 
 
-@pytest.mark.parametrize("part", ["pliant: epoch 1/", "DDP: epoch 1/"])
-def test_an_interrupted_demo_leaves_nothing_behind(part: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("part", "processes"), [("pliant: epoch 1/", 6), ("DDP: epoch 1/", 5)])
+def test_an_interrupted_demo_leaves_nothing_behind(part: str, processes: int, tmp_path: Path) -> None:
+    """The demo itself, four workers, and with Pliant the coordinator."""
     demo = subprocess.Popen(
         DEMO, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
@@ -56,7 +59,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(part: str, tmp_path: Path) ->
         shown = [next((line for line in demo.stderr if line.startswith(part)), None)]
         assert shown[0] is not None, "the demo ended early"
         started = processes_in(tmp_path)
-        assert len(started) == 5
+        assert len(started) == processes
         demo.send_signal(signal.SIGINT)
         rest = demo.stderr.read()
         assert demo.wait(LIMIT_S) == 130, rest

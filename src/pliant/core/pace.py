@@ -74,8 +74,8 @@ def measure(pacing: Pacing, tickets: Sequence[Ticket]) -> Pacing:
         return pacing
     round_s = max(ticket.busy_s + ticket.idle_s for ticket in working)
     # The last worker to hand in waits for the summation alone; everyone else also for that worker.
-    sum_s = min(ticket.sum_s for ticket in working)
-    cost_s = sum(ticket.cost_s for ticket in working) / len(working)
+    sum_s = min(ticket.sum_s for ticket in tickets)
+    cost_s = sum(ticket.cost_s for ticket in tickets) / len(tickets)
     return Pacing(
         members,
         round_s=_follow(pacing.round_s, round_s),

@@ -89,6 +89,7 @@ class Takeover:
         """who was asked for the user's state"""
         self._donors: list[str] = []
         self._asked: _Asked | None = None
+        self._state_as_of = 0
         self._ahead = 1
         self._missing = self._everything()
         training.held = 0
@@ -189,7 +190,7 @@ class Takeover:
         """Ask for the user's own state; everything else is here."""
         recipient = self._line()
         if recipient is not None:
-            self._state_from = recipient
+            self._state_from, self._state_as_of = recipient, as_of
             recipient.request(as_of, [STATE])
 
     def users_state(self, exchange: int) -> Mapping[str, Any] | None:
@@ -202,10 +203,12 @@ class Takeover:
         answer = None if failed else recipient.arrived()
         self._state_from = recipient
         if isinstance(answer, tuple):
-            return answer[1][STATE]
+            # An older answer is that of a request which came to nothing: the era broke before this worker was ready.
+            return answer[1][STATE] if answer[0] >= self._state_as_of else None
         if failed or answer is not None:
             # Not later than where the donor is: it may be waiting for this worker's part of the next exchange.
-            recipient.request(exchange if answer is None else max(exchange, answer.exchange), [STATE])
+            self._state_as_of = exchange if answer is None else max(exchange, answer.exchange)
+            recipient.request(self._state_as_of, [STATE])
         return None
 
     # -- rounds meanwhile

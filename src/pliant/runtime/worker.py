@@ -289,10 +289,6 @@ class Worker:
                 return phase
             self._look()
             self._rest()
-            if self._calls > len(self._top_level()):
-                # The group has gone back behind what only this worker had settled.
-                self._follow()
-                continue
             inner = Flag.INNER if len(self._stack) > 1 and self._ended_inside is not None else Flag.NONE
             opening = replace(
                 self._ticket(call.kind, Flag.OPENING | inner | self._readiness()),
@@ -379,11 +375,11 @@ class Worker:
         return None
 
     def _still_in(self, phase: int) -> bool:
-        """Whether ``phase`` goes on; opens it again where the group has gone back behind its opening."""
+        """Whether ``phase`` goes on; where it has ended, its buffers are made equal."""
         if any(each.number == phase for each in self.group.open):
             return True
         self._finish_draining()
-        return self._past_call() is None and self._opened(self._stack[-1]) == phase
+        return False
 
     def _settle_or_hand_in(self) -> None:
         if self._flight is None:
