@@ -85,7 +85,7 @@ def check(launch: Launcher, run: Running, scenario: Scenario) -> None:
     assert isinstance(last, EndRecord) and last.completed, run.output
     finals = {line.partition("] final ")[2] for line in run.lines if "] final " in line}
     if scenario.nested:
-        # A known defect (docs/guide/elastic.md): with an evaluate inside the loop the user's own state of a newcomer may
+        # A known defect (docs/guide/elastic.md): with an evaluate in the loop a newcomer's copy of the user state may
         # be behind the others'. Compare it here again once that is mended.
         finals = {re.sub(r"ema=\S+ updates=\S+ ", "", final) for final in finals}
     assert len(finals) == 1, f"{finals}\n{run.output}"
