@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -84,10 +83,6 @@ def check(launch: Launcher, run: Running, scenario: Scenario) -> None:
     last = records(run)[-1]
     assert isinstance(last, EndRecord) and last.completed, run.output
     finals = {line.partition("] final ")[2] for line in run.lines if "] final " in line}
-    if scenario.nested:
-        # A known defect (docs/guide/elastic.md): with an evaluate in the loop a newcomer's copy of the user state may
-        # be behind the others'. Compare it here again once that is mended.
-        finals = {re.sub(r"ema=\S+ updates=\S+ ", "", final) for final in finals}
     assert len(finals) == 1, f"{finals}\n{run.output}"
     used = rounds_of_samples(run)
     if scenario.optimizer == "sgd":

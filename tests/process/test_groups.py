@@ -30,7 +30,9 @@ class Processes:
 
     def start(self, *arguments: object) -> subprocess.Popen[str]:
         command = [sys.executable, members.__file__, str(self._directory), *map(str, arguments)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        # With an arena per thread, as glibc has it on many cores, memory would grow with the threads that ever were.
+        environment = {**os.environ, "MALLOC_ARENA_MAX": "2"}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         self._all.append(process)
         return process
 

@@ -66,8 +66,8 @@ def stop(state: Roster, reason: str, now_s: float, culprit: SlotId | None = None
     """End the run: ask the connected to stop; the others cannot hear, so they are terminated."""
     if isinstance(state.stage, Stopping | Over):
         return state, ()
-    # Who has said that it failed is on its way out, with an exit status of its own.
-    deaf = [slot for slot in _alive(state) if not slot.failure and not _hears(worker_in(state, slot.name))]
+    # Who has said that it failed, or has left, is on its way out, with an exit status of its own.
+    deaf = [s for s in _alive(state) if not _is_going(state, s) and not _hears(worker_in(state, s.name))]
     stage = Stopping(reason, Urge.ASKED, now_s, culprit, status)
     return replace(state, stage=stage), (StopAll(reason), *(Terminate(slot.agent, slot.name) for slot in deaf))
 
@@ -139,7 +139,7 @@ def deserted(state: Roster, now_s: float) -> Step:
         came = owner_of(state) is not None
         reason = "the launcher is gone, and all workers with it" if came else "no launcher came to this coordinator"
         return stop(state, reason, now_s, status=1)
-    if not state.slots or state.workers or any(_may_come(state, slot, now_s) for slot in state.slots):
+    if not state.slots or state.workers or any(may_come(state, slot, now_s) for slot in state.slots):
         return state, ()
     if all(slot.fate is Fate.LEFT for slot in state.slots):
         return stop(state, "all workers have left", now_s, status=0)
@@ -147,7 +147,8 @@ def deserted(state: Roster, now_s: float) -> Step:
     return stop(state, state.verdict or "no worker is left", now_s, culprit=culprit)
 
 
-def _may_come(state: Roster, slot: Slot, now_s: float) -> bool:
+def may_come(state: Roster, slot: Slot, now_s: float) -> bool:
+    """Whether the slot has a process that may still connect, or will have one."""
     if slot.fate is not Fate.KEPT:
         return not isinstance(slot.process, Exited)
     agent = next((agent for agent in state.agents if agent.name == slot.agent), None)
@@ -251,6 +252,10 @@ def shell_status(status: int) -> int:
 
 def _alive(state: Roster) -> list[Slot]:
     return [slot for slot in state.slots if isinstance(slot.process, Alive)]
+
+
+def _is_going(state: Roster, slot: Slot) -> bool:
+    return bool(slot.failure) or (slot.fate is not Fate.KEPT and worker_in(state, slot.name) is None)
 
 
 def _hears(worker: Worker | None) -> bool:

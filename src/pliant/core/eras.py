@@ -377,15 +377,21 @@ def _may_go(state: Roster, staying: list[Worker], joining: list[Worker]) -> bool
 def _all_leave(state: Roster, present: list[tuple[Worker, Member]], now_s: float) -> Step:
     """Everybody is to go: the run ends, unless somebody is on the way who may take over."""
     waited = all(now_s - member.leaving_s >= LEAVE_WAIT_S for _, member in present)
-    if not waited and any(_is_coming(state, slot) for slot in kept(state)):
+    if not waited and any(_is_coming(state, slot, now_s) for slot in kept(state)):
         return state, ()
+    here = {worker.slot for worker, _ in present}
+    if any(slot.name not in here for slot in kept(state)):
+        # Others were lost, and do not come back.
+        return endings.stop(state, "no worker is left", now_s, status=1)
     on_purpose = all(member.asked for _, member in present)
     return endings.stop(state, "all workers have left", now_s, status=0 if on_purpose else 1)
 
 
-def _is_coming(state: Roster, slot: Slot) -> bool:
+def _is_coming(state: Roster, slot: Slot, now_s: float) -> bool:
     worker = worker_in(state, slot.name)
-    return worker is None or not isinstance(worker.standing, Member)
+    if worker is None:
+        return endings.may_come(state, slot, now_s)
+    return not isinstance(worker.standing, Member)
 
 
 def _joiners(state: Roster, members: int, now_s: float) -> tuple[list[Worker], tuple[Effect, ...], Roster]:

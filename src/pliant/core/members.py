@@ -355,7 +355,7 @@ class Roster:
     """when the last event was taken"""
     ghosts: frozenset[WorkerId] = frozenset()
     """names that are gone for good"""
-    last_loss: tuple[str, SlotId] | None = None
+    last_loss: tuple[str, SlotId | None] | None = None
     verdict: str = ""
     """why the last slot was given up"""
 

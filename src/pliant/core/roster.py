@@ -269,7 +269,7 @@ def _finished(state: Roster, worker: Worker, left: bool, now_s: float) -> Step:
     state = endings.gone(state, worker, Fate.LEFT)
     if isinstance(worker.standing, Member) and not planned and not isinstance(state.course, Idle | Halting):
         # Nobody had planned to do without it.
-        state = replace(state, broken=f"{worker.name} left", last_loss=(f"{worker.name} left", worker.slot))
+        state = replace(state, broken=f"{worker.name} left", last_loss=(f"{worker.name} left", None))
     return state, (*close, Note("left", f"{worker.name} left", worker.name))
 
 

@@ -89,7 +89,6 @@ class Takeover:
         """who was asked for the user's state"""
         self._donors: list[str] = []
         self._asked: _Asked | None = None
-        self._state_as_of = 0
         self._ahead = 1
         self._missing = self._everything()
         training.held = 0
@@ -190,7 +189,7 @@ class Takeover:
         """Ask for the user's own state; everything else is here."""
         recipient = self._line()
         if recipient is not None:
-            self._state_from, self._state_as_of = recipient, as_of
+            self._state_from = recipient
             recipient.request(as_of, [STATE])
 
     def users_state(self, exchange: int) -> Mapping[str, Any] | None:
@@ -202,13 +201,13 @@ class Takeover:
         failed = recipient is not self._state_from
         answer = None if failed else recipient.arrived()
         self._state_from = recipient
-        if isinstance(answer, tuple):
-            # An older answer is that of a request which came to nothing: the era broke before this worker was ready.
-            return answer[1][STATE] if answer[0] >= self._state_as_of else None
+        if isinstance(answer, tuple) and answer[0] >= exchange:
+            return answer[1][STATE]
         if failed or answer is not None:
-            # Not later than where the donor is: it may be waiting for this worker's part of the next exchange.
-            self._state_as_of = exchange if answer is None else max(exchange, answer.exchange)
-            recipient.request(self._state_as_of, [STATE])
+            # Out of date (this worker was ready, and went along until it was dealt something), or too late: not later
+            # than where the donor is, which may be waiting for this worker's part of the next exchange.
+            as_of = answer.exchange if answer is not None and not isinstance(answer, tuple) else exchange
+            recipient.request(max(exchange, as_of), [STATE])
         return None
 
     # -- rounds meanwhile

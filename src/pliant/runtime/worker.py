@@ -141,6 +141,8 @@ class Worker:
         """found while a round was being settled: this worker stops as soon as that is done"""
         self._undrained = False
         """the exchange that makes the buffers equal at a phase's end is still to come"""
+        self._turned = -1
+        """the last exchange that opened or ended a phase"""
         self._sum_s = 0.0
         self._cost_s = 0.0
         self.last: Settled | None = None
@@ -281,12 +283,10 @@ class Worker:
             return past
         self._finish_draining()
         while True:
-            past = self._past_call()
-            if past is not None:
-                return past
-            phase = self._joined_phase()
-            if phase is not None:
-                return phase
+            found = self._past_call() or self._joined_phase()
+            if found is not None:
+                self._make_sure()
+                return found
             self._look()
             self._rest()
             inner = Flag.INNER if len(self._stack) > 1 and self._ended_inside is not None else Flag.NONE
@@ -346,6 +346,7 @@ class Worker:
             self._suspended.append((self._contribution, self._flight, self._clock()))
             self._contribution, self._flight = Contribution(self._clock()), None
         self.group = group
+        self._turned = group.exchange
         plan = rounds.agreed_plan(group, gathered)
         if plan is not None:
             self._switch(plan)
@@ -379,7 +380,20 @@ class Worker:
         if any(each.number == phase for each in self.group.open):
             return True
         self._finish_draining()
+        self._make_sure()
         return False
+
+    def _make_sure(self) -> None:
+        """Before the script acts on a phase's opening or end: have the others settled that exchange, too?
+
+        Whoever does not hold the whole state is taken back to where those are who do. The next exchange shows where
+        they are, and so does the user's state.
+        """
+        turned = self._turned
+        while self.standing is Standing.FOLLOWING and self.group.exchange == turned:
+            self._look()
+            self._follow()
+        self._take_users_state()
 
     def _settle_or_hand_in(self) -> None:
         if self._flight is None:
@@ -411,6 +425,7 @@ class Worker:
         if inside():
             self._settle()
         self._finish_draining()
+        self._make_sure()
 
     def _stepped(self) -> bool:
         self._look()
@@ -632,6 +647,7 @@ class Worker:
         self._witness.settled(self.group, outcome, handed_in, self.applied_rate)
         self.last = outcome
         if outcome.ended:
+            self._turned = self.group.exchange
             self._end_phase(training=training, merged=merged)
         if outcome.plan is not None:
             try:
@@ -1013,6 +1029,7 @@ class Worker:
             group = rounds.regrouped(group, seat.era, seat.roster, entries)
         keep = not holds and self.group.exchange == handed.group.exchange and self.group.era == handed.group.era
         self._channel = seat.channel
+        self._turned = -1
         if holds:
             self._keep_contributions()
         else:

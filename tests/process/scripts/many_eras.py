@@ -29,6 +29,7 @@ from pliant.control.messages import Broken, EraPlan, EraStart, Leave, Past, Push
 from pliant.core import journal
 from pliant.runtime import membership
 from pliant.runtime.environment import Job
+from pliant.runtime.journaling import Numbered
 from pliant.runtime.membership import Membership, Offer
 
 LIMIT_S = 60.0
@@ -99,21 +100,24 @@ class Office:
     def __init__(self) -> None:
         self.lines: dict[str, Line] = {}
         self.era = 0
-        self.written = 0
+        self._numbered = Numbered()
         self._lock = threading.Lock()
         self._tasks: dict[int, tuple[str, int]] = {}
         self._past: list[Past] = []
+
+    @property
+    def written(self) -> int:
+        return self._numbered.written
 
     def past(self) -> list[Past]:
         with self._lock:
             return list(self._past)
 
     def keep(self, lines: list[bytes], first: int) -> None:
-        """Every worker keeps every line; of each number the first one is read."""
+        """Every worker keeps every line; of each number the first one is read, after those before it."""
         with self._lock:
-            for line in lines[max(0, self.written - first) :]:
-                self.written += 1
-                match journal.decode(line):
+            for record in self._numbered.taken(first, [journal.decode(line) for line in lines]):
+                match record:
                     case journal.PhaseRecord(phase=phase, task=task, epoch=epoch):
                         self._tasks[phase] = (task, epoch)
                     case journal.PhaseEndRecord(phase=phase, result=result):
