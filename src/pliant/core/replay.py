@@ -134,7 +134,7 @@ class Replay:
                 kind,
                 (Flag.FOLLOWING if member in record.absent else Flag.OPENING)
                 | (Flag.READY if member in record.ready else Flag.NONE)
-                | (Flag.INNER if record.inner else Flag.NONE),
+                | (Flag.INNER if record.inner and member not in record.absent else Flag.NONE),
                 record.epoch,
                 record.length,
                 record.order,

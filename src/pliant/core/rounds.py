@@ -181,7 +181,8 @@ def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
     mismatch = compared(group, tickets) or _compare_openings(group, tickets)
     if mismatch:
         return mismatch
-    first = next(ticket for ticket in tickets if not ticket.flags & Flag.FOLLOWING)
+    present = opening(tickets)
+    first = tickets[present.index(True)]
     limit = first.length
     if first.kind is Kind.TRAIN and group.samples_limit is not None:
         limit = min(limit, max(0, group.samples_limit - group.samples))
@@ -194,7 +195,7 @@ def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
         ahead=tuple(ticket.ahead for ticket in tickets),
         ledger=ledger.opened(limit, len(group.roster)),
         took_part=(False,) * len(group.roster),
-        present=tuple(not ticket.flags & Flag.FOLLOWING for ticket in tickets),
+        present=present,
         inner=bool(first.flags & Flag.INNER),
     )
     # Who leaves says so again in the first round: the journal of an opening does not tell.
@@ -205,6 +206,16 @@ def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
     if limit == 0:
         return _closed(group, phase, None)
     return _dealt(group)
+
+
+def opening(tickets: Sequence[Ticket]) -> tuple[bool, ...]:
+    """Who makes the call that these tickets open; the others go along.
+
+    In the body of a loop whose phase has ended only those make one who are in the body. The others have left the loop:
+    what they open or end comes after it.
+    """
+    within = Flag.INNER if any(ticket.flags & Flag.INNER for ticket in tickets) else Flag.OPENING
+    return tuple(bool(ticket.flags & within) for ticket in tickets)
 
 
 def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | Mismatch:
@@ -612,7 +623,9 @@ def compared(group: Group, tickets: Sequence[Ticket]) -> Mismatch | None:
 def _speaking(group: Group, tickets: Sequence[Ticket]) -> list[tuple[WorkerId, Ticket]]:
     """The tickets of those who do not merely go along."""
     pairs = zip(group.roster, tickets, strict=True)
-    return [(worker, ticket) for worker, ticket in pairs if ticket.flags is _NONE or not ticket.flags & Flag.FOLLOWING]
+    speaking = [(worker, t) for worker, t in pairs if t.flags is _NONE or not t.flags & Flag.FOLLOWING]
+    inner = [(worker, t) for worker, t in speaking if t.flags is not _NONE and t.flags & Flag.INNER]
+    return inner or speaking
 
 
 def _doing(ticket: Ticket) -> str:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from pliant.core import journal
+from pliant.core import journal, rounds
 from pliant.core.rounds import Entry, Group, Settled
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import Span
@@ -97,7 +97,8 @@ class Reporter:
             self._write(policy)
             self._announced = policy
         inside = group.open[-1] if group.open and group.phase.number == group.phases else None
-        first = next(ticket for ticket in openings if not ticket.flags & Flag.FOLLOWING)
+        present = rounds.opening(openings)
+        first = openings[present.index(True)]
         self._write(
             journal.PhaseRecord(
                 phase=group.phases,
@@ -108,7 +109,7 @@ class Reporter:
                 sizes=[ticket.size for ticket in openings],
                 ahead=[ticket.ahead for ticket in openings],
                 order=first.order,
-                absent=[member for member, ticket in enumerate(openings) if ticket.flags & Flag.FOLLOWING],
+                absent=[member for member, here in enumerate(present) if not here],
                 inner=bool(first.flags & Flag.INNER),
                 ready=[member for member, ticket in enumerate(openings) if ticket.flags & Flag.READY],
             )

@@ -289,6 +289,10 @@ class Worker:
                 return found
             self._look()
             self._rest()
+            if len(self.group.open) >= len(self._stack):
+                # The group is in a call that this script does not make.
+                self._follow()
+                continue
             inner = Flag.INNER if len(self._stack) > 1 and self._ended_inside is not None else Flag.NONE
             opening = replace(
                 self._ticket(call.kind, Flag.OPENING | inner | self._readiness()),
@@ -322,7 +326,7 @@ class Worker:
         depth = len(self._stack)
         if depth > 1 and self._ended_inside is not None:
             return open_[0].number if open_ and open_[0].inner else None
-        if depth == 0 or len(open_) < depth or self._calls != len(self._top_level()):
+        if depth == 0 or len(open_) < depth or self._calls != len(self._top_level()) or open_[0].inner:
             return None
         return open_[depth - 1].number
 
@@ -456,8 +460,12 @@ class Worker:
                 continue
             self._finish_draining()
             self._take_users_state()
-            gathered, _ = self._exchange(self._ticket(Kind.END, Flag.OPENING), 0, [])
-            self._conclude(gathered)
+            gathered, bitmap = self._exchange(self._ticket(Kind.END, Flag.OPENING), 0, [])
+            if gathered[rounds.opening(gathered).index(True)].kind is Kind.END:
+                self._conclude(gathered)
+            else:
+                # Others are still in the body of their last loop.
+                self._take_opening(gathered, bitmap)
 
     def _conclude(self, gathered: list[Ticket]) -> None:
         mismatch = rounds.compared(self.group, gathered)
@@ -775,7 +783,9 @@ class Worker:
         summation = self._started(lambda: self._channel.gather(packed))
         self._await(summation, self._pursue)
         gathered, bitmap = self._gathered(summation)
-        says = next((ticket for ticket in gathered if not ticket.flags & Flag.FOLLOWING), None)
+        speaking = [ticket for ticket in gathered if not ticket.flags & Flag.FOLLOWING]
+        # Whoever is in the body of a loop that has ended comes first.
+        says = max(speaking, key=lambda ticket: ticket.flags & Flag.INNER, default=None)
         if held is not None and (says is None or says.exchange > self.group.exchange):
             era = self.group.era
             held.closed = True
