@@ -1,10 +1,14 @@
 """Pliant trains one PyTorch model on whatever workers there are right now."""
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from pliant.errors import JournalError, Left, NonFiniteLoss, PliantError, Refused, RunEnded, UsageError
+from pliant.runtime.environment import is_worker as _is_worker
 
-if TYPE_CHECKING:
+# The launcher and the coordinator need no torch, whose import takes seconds. In a script everything is loaded with
+# ``import pliant``: a worker that joins a run loses no time later.
+if TYPE_CHECKING or "torch" in sys.modules or _is_worker():
     from pliant.run import Run, join
     from pliant.settings import Floating
 
@@ -23,7 +27,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The launcher and the coordinator need no torch, whose import takes seconds: it comes with the first use.
     if name in ("Run", "join"):
         from pliant import run
 

@@ -19,8 +19,8 @@ ALLOWED = {
     **dict.fromkeys(SIBLINGS, BOTTOM),
     "runtime": BOTTOM | SIBLINGS,
     **dict.fromkeys(USER_SIDE, BOTTOM | SIBLINGS | USER_SIDE | {"runtime"}),
-    # The package itself hands out the user side's names, on first use.
-    "pliant": BOTTOM | USER_SIDE,
+    # The package itself hands out the user side's names: in a worker at once, else on first use.
+    "pliant": BOTTOM | USER_SIDE | {"runtime"},
     "launch": BOTTOM | SIBLINGS | USER_SIDE | {"runtime"},
     # The command starts runs; the demo's scripts are users and import the package.
     "ui": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "launch", "pliant"},

@@ -26,7 +26,8 @@ from importlib.metadata import version
 from pliant.control.client import Link, Position
 from pliant.control.messages import Signature
 from pliant.core import journal
-from pliant.runtime.environment import QUIET_EXIT, current_job
+from pliant.core.endings import QUIET_EXIT
+from pliant.runtime.environment import current_job
 from pliant.errors import PliantError, RunEnded, Stopped
 job = current_job()
 

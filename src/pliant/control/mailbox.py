@@ -51,6 +51,8 @@ class Mailbox:
         self.evicted: str | None = None
         """why this worker was taken off the roster; it may come back as a newcomer"""
         self.trouble: PliantError | None = None
+        self.on_plan: Callable[[EraPlan], None] | None = None
+        """called where messages arrive, in that thread, with a new plan"""
         self._keys: dict[tuple[int, str], bytes] = {}
         self._oldest_attempt = 0
         self.welcome = welcome
@@ -59,8 +61,12 @@ class Mailbox:
     def take(self, message: FromCoordinator) -> None:
         """Note one message."""
         with self.changed:
+            before = self.plan
             self._take(message)
+            plan = self.plan
             self.changed.notify_all()
+        if plan is not None and plan is not before and self.on_plan is not None:
+            self.on_plan(plan)
 
     def _take(self, message: FromCoordinator) -> None:
         match message:
@@ -75,7 +81,8 @@ class Mailbox:
                     self.start, self.plan = message, None
                     self._forget_keys(message.attempt)
             case EraPlan(term=term, era=era):
-                if term >= self.term and era > self.broken_era:
+                # Told again after a reconnection it is the same plan.
+                if term >= self.term and era > self.broken_era and message != self.plan:
                     self.plan = message
             case Broken(term=term, era=era, reason=reason):
                 if term >= self.term and era > self.broken_era:

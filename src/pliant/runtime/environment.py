@@ -11,15 +11,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pliant.core.endings import QUIET_EXIT
 from pliant.errors import UsageError
 
 __all__ = [
-    "QUIET_EXIT",
     "Job",
     "current_job",
     "environment_of",
     "given_token",
+    "is_worker",
     "job_from",
     "plain_environment",
     "worker_environment",
@@ -45,6 +44,11 @@ class Job:
     pace: float = 1.0
     size: int | None = None
     grace_s: float = 30.0
+
+
+def is_worker() -> bool:
+    """Whether a launcher has started this process as a worker."""
+    return _WORKER in os.environ
 
 
 def current_job() -> Job | None:

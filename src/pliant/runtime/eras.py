@@ -16,6 +16,7 @@ import msgspec
 
 from pliant.control import messages
 from pliant.control.client import Position
+from pliant.control.messages import EraPlan
 from pliant.core.rounds import Entry, Group, Past, Standing
 from pliant.core.tickets import Kind
 from pliant.runtime import takeover
@@ -67,7 +68,7 @@ class Donor(Protocol):
 
     pending: bool
 
-    def serve(self, exchange: int, snapshot: Callable[[Sequence[str]], dict[str, Any]]) -> None: ...
+    def serve(self, era: int, exchange: int, snapshot: Callable[[Sequence[str]], dict[str, Any]]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -156,14 +157,14 @@ class Eras:
 
     # -- handing on
 
-    def serve(self, training: Training, exchange: int) -> None:
-        """Give newcomers what they asked for as of ``exchange``."""
+    def serve(self, training: Training, group: Group) -> None:
+        """Give newcomers what they asked for, as of now."""
 
         def snapshot(want: Sequence[str]) -> dict[str, Any]:
             with training.plain():
                 return takeover.snapshot(training, self._carried, want)
 
-        self._donor.serve(exchange, snapshot)
+        self._donor.serve(group.era, group.exchange, snapshot)
 
     @property
     def wanted(self) -> bool:
@@ -182,11 +183,18 @@ class Eras:
         """Whether this worker holds everything but the user's own state."""
         return self._takeover is None or self._takeover.complete
 
+    def expect(self, training: Training, plan: EraPlan) -> None:
+        """A planned era will have this worker in it: ask for the state that it begins with, while its group forms."""
+        self._taking(training).expect(plan.addresses[plan.donor], plan.era)
+
     def take_over(self, training: Training, group: Group, seat: Seat, *, keep: bool) -> None:
         """Begin (or, with ``keep``, go on) to take the state over from the active members of the era."""
+        self._taking(training).restart(self._donors(group, seat), group.era, group.exchange, keep=keep)
+
+    def _taking(self, training: Training) -> Takeover:
         if self._takeover is None:
             self._takeover = Takeover(training, self._carried, self._connect)
-        self._takeover.restart(self._donors(group, seat), keep=keep)
+        return self._takeover
 
     def go_on(self, group: Group, seat: Seat, *, knows_best: bool) -> None:
         """An era has begun while something is still to come: ask those who are in it.
@@ -202,7 +210,7 @@ class Eras:
             self._drop_takeover()
         else:
             self._asked_state = None
-            self._takeover.restart(donors, keep=True)
+            self._takeover.restart(donors, group.era, group.exchange, keep=True)
 
     def _donors(self, group: Group, seat: Seat) -> list[str]:
         """The addresses of those who hold the state, the era's donor first."""

@@ -25,9 +25,10 @@ from torch.optim import Optimizer
 from pliant.control.client import Link
 from pliant.control.messages import Signature
 from pliant.core import rounds
+from pliant.core.endings import QUIET_EXIT
 from pliant.core.rounds import Policy, Standing
 from pliant.errors import Left, PliantError, RunEnded, Stopped
-from pliant.runtime.environment import QUIET_EXIT, Job, current_job
+from pliant.runtime.environment import Job, current_job
 from pliant.runtime.eras import Eras
 from pliant.runtime.place import Forming, Place
 from pliant.runtime.takeover import install_state, stated

@@ -9,6 +9,7 @@ Source    docs/design/0007-elastic.md.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -111,6 +112,10 @@ class Place:
         self._planned: EraPlan | None = None
         self._forming: Forming | None = None
         self._left_out = False
+        self._lock = threading.Lock()
+        self._early: tuple[EraPlan, Forming] | None = None
+        """begun by the link's thread, not taken up yet"""
+        self._mailbox.on_plan = self._begin_early
 
     @property
     def me(self) -> WorkerId:
@@ -137,7 +142,8 @@ class Place:
         """(term, era) of the planned era that this worker could switch to now; zeros if there is none."""
         plan = self._mailbox.plan
         if plan is not self._planned:
-            self._give_up_plan()
+            if self._planned is not None:
+                self._give_up_plan()
             self._planned = plan if plan is not None and plan.era > era else None
             if self._planned is not None:
                 self._begin(self._planned)
@@ -152,13 +158,34 @@ class Place:
 
     def _begin(self, plan: EraPlan) -> None:
         self._left_out = self.me not in plan.roster
-        if not self._left_out:
-            self._forming = self._form(plan.attempt, plan.roster.index(self.me), len(plan.roster))
+        if self._left_out:
+            return
+        with self._lock:
+            early, self._early = self._early, None
+            if early is not None and early[0] == plan:
+                self._forming = early[1]
+                return
+        if early is not None:
+            early[1].abandon()
+        self._forming = self._form(plan.attempt, plan.roster.index(self.me), len(plan.roster))
+
+    def _begin_early(self, plan: EraPlan) -> None:
+        """Called by the link's thread: a member's group forms while its main thread is in a long micro-batch."""
+        with self._lock:
+            here = self.link.position.era
+            known = plan == self._planned or self._early is not None
+            if here == 0 or plan.era <= here or self.me not in plan.roster or known:
+                return
+            self._early = plan, self._form(plan.attempt, plan.roster.index(self.me), len(plan.roster))
 
     def _give_up_plan(self) -> None:
         if self._forming is not None:
             self._forming.abandon()
         self._planned, self._forming, self._left_out = None, None, False
+        with self._lock:
+            early, self._early = self._early, None
+        if early is not None:
+            early[1].abandon()
 
     def taken_up(self, number: tuple[int, int]) -> Seat | None:
         """The seat in the planned era that has just begun; None: this worker is not in it any more."""
@@ -187,13 +214,18 @@ class Place:
         self._give_up_plan()
         self.link.stopped(era, exchange, active=active, failed=failed)
 
-    def next_seat(self, era: int) -> Seat:
-        """Wait for an era after ``era`` that has a place for this worker, and form its group."""
+    def next_seat(self, era: int, expect: Callable[[EraPlan], None]) -> Seat:
+        """Wait for an era after ``era`` that has a place for this worker, and form its group.
+
+        ``expect`` is told of a planned one before that.
+        """
         while True:
             start = self._awaited(era)
             if self.me not in start.roster:
                 era = start.era
                 continue
+            if isinstance(start, EraPlan):
+                expect(start)
             forming = self._form(start.attempt, start.roster.index(self.me), len(start.roster))
             try:
                 channel = self._formed(forming, start.era)

@@ -1,9 +1,9 @@
 """A newcomer takes the group's state over while the rounds go on.
 
 Question  How does a follower come to hold weights and optimizer state that change with every round?
-Holds     It names the exchange as of which it wants tensors, so nothing is guessed: from there on it keeps the sums of
-          the tensors in flight (of no others), catches up when they arrive, and updates what it holds with every sum.
-          A donor that fails is replaced; what was installed stays good as long as no exchange was missed.
+Holds     From the exchange at which it asks for tensors it keeps the sums of those in flight (of no others). They come
+          as of a named exchange, so nothing is guessed: it catches up from there, and updates what it holds with every
+          sum. A donor that fails is replaced; what was installed stays good as long as no exchange was missed.
 Source    docs/design/0007-elastic.md.
 """
 
@@ -23,18 +23,12 @@ META, STATE = "meta", "state"
 _REQUEST_BYTES = 128 << 20
 
 
-class Missed(Protocol):
-    """The donor was past the exchange that was asked for."""
-
-    exchange: int
-
-
 class Recipient(Protocol):
     """The line to the donor (``tensors.handoff.Recipient``)."""
 
     failed: str | None
 
-    def request(self, as_of: int, want: Sequence[str]) -> None: ...
+    def request(self, era: int, as_of: int, want: Sequence[str]) -> None: ...
     def arrived(self) -> Any: ...
     def close(self) -> None: ...
 
@@ -43,6 +37,7 @@ class Recipient(Protocol):
 class _Round:
     """One applied round, as far as tensors in flight need it."""
 
+    exchange: int
     gradients: dict[int, Tensor]
     factor: float
     rates: list[float]
@@ -55,9 +50,12 @@ class _Asked:
     """A request under way."""
 
     as_of: int
+    """the tensors come as of this exchange or a later one"""
     want: list[str]
     since: list[_Round] = field(default_factory=list)
     """rounds applied by the group after ``as_of``"""
+    answer: tuple[int, Mapping[str, Any]] | None = None
+    """what has arrived, where the donor was ahead of this worker"""
 
     @property
     def parameters(self) -> list[int]:
@@ -89,7 +87,9 @@ class Takeover:
         """who was asked for the user's state"""
         self._donors: list[str] = []
         self._asked: _Asked | None = None
-        self._ahead = 1
+        self._era = 0
+        self._expected: tuple[str, int] | None = None
+        """(donor, era): everything was asked for, as of that era's start"""
         self._missing = self._everything()
         training.held = 0
 
@@ -119,10 +119,24 @@ class Takeover:
         """Whether everything but the user's own state is here."""
         return not self._missing and self._asked is None
 
-    def restart(self, donors: Sequence[str], *, keep: bool) -> None:
+    def expect(self, donor: str, era: int) -> None:
+        """An era is planned with this worker in it: ask for what its donor will have at its start."""
+        if self._expected == (donor, era):
+            return
+        self.restart([donor], era, 0, keep=False)
+        recipient = self._line()
+        assert recipient is not None
+        self._ask(recipient, 0)
+        self._expected = donor, era
+
+    def restart(self, donors: Sequence[str], era: int, exchange: int, *, keep: bool) -> None:
         """An era has begun: ask its active members; ``keep``: no exchange was missed."""
+        expected, self._expected = self._expected, None
+        if expected == (next(iter(donors), ""), era) and self._asked is not None:
+            self._donors, self._asked.as_of = list(donors), exchange
+            return
         self._drop_recipient()
-        self._donors = list(donors)
+        self._donors, self._era = list(donors), era
         if self._asked is not None:
             self._missing = [*self._asked.want, *self._missing]
             self._asked = None
@@ -145,22 +159,16 @@ class Takeover:
         recipient = self._line()
         if recipient is None:
             return
-        if self._asked is not None:
-            if self._asked.as_of > exchange:
-                # The donor may be one exchange ahead: its tensors hold a sum that is still to be applied here.
+        asked = self._asked
+        if asked is not None:
+            asked.answer = asked.answer or recipient.arrived()
+            # The donor may be one exchange ahead: its tensors hold a sum that is still to be applied here.
+            if asked.answer is None or asked.answer[0] > exchange:
                 return
-            answer = recipient.arrived()
-            if answer is None:
-                return
-            asked, self._asked = self._asked, None
-            if not isinstance(answer, tuple):
-                # Too late: ask for a later one, the further ahead the slower the line is.
-                self._missing = [*asked.want, *self._missing]
-                self._ahead = max(self._ahead * 2, answer.exchange - exchange + 1)
-            else:
-                self._install(asked, answer[1])
+            self._asked = None
+            self._install(asked, *asked.answer)
         if self._missing:
-            self._ask(recipient, exchange + self._ahead)
+            self._ask(recipient, exchange)
 
     def _line(self) -> Recipient | None:
         if self._recipient is not None and self._recipient.failed is not None:
@@ -183,17 +191,17 @@ class Takeover:
                 break
             want.append(self._missing.pop(0))
         self._asked = _Asked(as_of, want)
-        recipient.request(as_of, want)
+        recipient.request(self._era, as_of, want)
 
     def ask_state(self, as_of: int) -> None:
         """Ask for the user's own state; everything else is here."""
         recipient = self._line()
         if recipient is not None:
             self._state_from = recipient
-            recipient.request(as_of, [STATE])
+            recipient.request(self._era, as_of, [STATE])
 
     def users_state(self, exchange: int) -> Mapping[str, Any] | None:
-        """The user's state once it is here; asks the next donor, or for a later exchange, where that failed."""
+        """The user's state once it is here; asks again where the donor failed or the answer is out of date."""
         recipient = self._line()
         if recipient is None:
             return None
@@ -201,13 +209,11 @@ class Takeover:
         failed = recipient is not self._state_from
         answer = None if failed else recipient.arrived()
         self._state_from = recipient
-        if isinstance(answer, tuple) and answer[0] >= exchange:
+        if answer is not None and answer[0] >= exchange:
             return answer[1][STATE]
         if failed or answer is not None:
-            # Out of date (this worker was ready, and went along until it was dealt something), or too late: not later
-            # than where the donor is, which may be waiting for this worker's part of the next exchange.
-            as_of = answer.exchange if answer is not None and not isinstance(answer, tuple) else exchange
-            recipient.request(max(exchange, as_of), [STATE])
+            # This worker was ready, and went along until it was dealt something.
+            recipient.request(self._era, exchange, [STATE])
         return None
 
     # -- rounds meanwhile
@@ -223,11 +229,12 @@ class Takeover:
         if views is not None:
             gradients = {index: views[index].clone() for index in asked.parameters if present >> index & 1}
         rates = [float(group["lr"]) for group in self._training.optimizer.param_groups]
-        asked.since.append(_Round(gradients, factor, rates, views is not None, samples))
+        asked.since.append(_Round(exchange, gradients, factor, rates, views is not None, samples))
 
-    def _install(self, asked: _Asked, parts: Mapping[str, Any]) -> None:
+    def _install(self, asked: _Asked, as_of: int, parts: Mapping[str, Any]) -> None:
         training = self._training
-        merged = any(each.applied for each in asked.since)
+        since = [each for each in asked.since if each.exchange > as_of]
+        merged = any(each.applied for each in since)
         if META in asked.want:
             install_meta(training, self._carried, parts[META], merged=merged)
         training.buffers.adopt({index: parts[f"b{index}"] for index in asked.buffers}, merged=merged)
@@ -236,7 +243,7 @@ class Takeover:
                 training.constants()[index].copy_(parts[f"c{index}"])
         for index in asked.parameters:
             install_parameter(training, index, parts[f"p{index}"])
-        for each in asked.since:
+        for each in since:
             training.catch_up(each.gradients, each.factor, None if META in asked.want else each.rates)
             if META in asked.want:
                 training.advance_schedule(*each.samples)

@@ -44,6 +44,7 @@ _LOOK_S = 0.002
 # Between two rounds in which nobody computes: all members leave, or wait for what they need.
 _NOBODY_S = 0.02
 
+
 Answer = TypeVar("Answer")
 
 
@@ -433,6 +434,7 @@ class Worker:
 
     def _stepped(self) -> bool:
         self._look()
+        self._rest()
         if not self.group.open or not self._speaks(self.group.phase.number) or not self._complete():
             return False
         if self._flight is None:
@@ -881,7 +883,7 @@ class Worker:
         """The script's code for the last update has run: newcomers may copy the state."""
         eras = self._eras
         if eras is not None and eras.wanted and self.standing is not Standing.FOLLOWING:
-            eras.serve(self.training, self.group.exchange)
+            eras.serve(self.training, self.group)
 
     def _progress(self, *, waiting: bool = False) -> None:
         if self._eras is not None:
@@ -978,7 +980,7 @@ class Worker:
         era = self.group.era
         while True:
             self._progress(waiting=True)
-            seat = eras.place.next_seat(era)
+            seat = eras.place.next_seat(era, lambda plan: eras.expect(self.training, plan))
             try:
                 self._enter(seat)
                 return

@@ -1,15 +1,16 @@
 """The state stream between a donor and a newcomer.
 
-Question  How does a newcomer get tensors as of a named exchange while the donor computes on?
-Holds     The donor's main thread only takes copies, at a rest; threads do all the talking. Both ends prove that they
-          know the job's token before anything is said. No pickle: a JSON skeleton and raw tensors in checksummed
-          chunks. What arrives damaged, short or too large fails the newcomer's end with a text, never more.
+Question  How does a newcomer get tensors as of a known exchange while the donor computes on?
+Holds     The donor's main thread only takes copies, at its first rest in the era and at the exchange asked for or a
+          later one, and says at which it was; threads do all the talking. Both ends prove that they know the job's
+          token before anything is said. No pickle: a JSON skeleton and raw tensors in checksummed chunks. What arrives
+          damaged, short or too large fails the newcomer's end with a text, never more.
 Source    ours; docs/design/0007-elastic.md ("Handing the state on").
 
 On the wire, donor D and newcomer N:
 
     D, N: who they are (``stream.welcome``, ``stream.introduce``)
-    N: {"as_of": 17, "want": ["model", …]}      D: missed (exchange) | refused (reason) | state (exchange, sizes)
+    N: {"era": 3, "as_of": 17, "want": [names]}      D: refused (reason) | state (exchange, sizes)
     D, after "state": the skeleton, then all tensors in the skeleton's order (``stream.write_chunks``)
 """
 
@@ -22,7 +23,6 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, BinaryIO
 
 import msgspec
@@ -45,21 +45,10 @@ Natural = Annotated[int, msgspec.Meta(ge=0)]
 Snapshot = Callable[[Sequence[str]], dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Missed:
-    """The request came too late: the donor is past that exchange already."""
-
-    exchange: int
-    """where the donor was"""
-
-
 class _Request(msgspec.Struct):
+    era: Natural
     as_of: Natural
     want: list[str]
-
-
-class _TooLate(msgspec.Struct, tag="missed"):
-    exchange: Natural
 
 
 class _Refusal(msgspec.Struct, tag="refused"):
@@ -72,17 +61,22 @@ class _State(msgspec.Struct, tag="state"):
     tensor_bytes: Natural
 
 
-_Head = _TooLate | _Refusal | _State
+_Head = _Refusal | _State
 
 
 # -- the donor
+
+
+def is_due(from_era: int, as_of: int, era: int, exchange: int) -> bool:
+    """Whether a request for the state from an era's exchange on can be answered at this one."""
+    return from_era <= era and as_of <= exchange
 
 
 class _Waiting:
     """A request that the main thread has not answered yet."""
 
     def __init__(self, request: _Request) -> None:
-        self.as_of = request.as_of
+        self.since = request.era, request.as_of
         self.want = request.want
         self.head: _Head | None = None
         self.state: dict[str, Any] = {}
@@ -111,15 +105,12 @@ class Donor:
         self._closed = False
         threading.Thread(target=self._accept, name="pliant-donor", daemon=True).start()
 
-    def serve(self, exchange: int, snapshot: Snapshot) -> None:
-        """The group is at rest after ``exchange``: copy what was asked for as of it. Called by the main thread.
+    def serve(self, era: int, exchange: int, snapshot: Snapshot) -> None:
+        """The group is at rest after ``exchange``: copy what is due. Called by the main thread.
 
         ``snapshot`` is given the names wanted and returns copies, which are sent while the main thread goes on.
         """
-        for request in self._take_due(exchange):
-            if request.as_of < exchange:
-                request.answer(_TooLate(exchange))
-                continue
+        for request in self._take_due(era, exchange):
             try:
                 state = snapshot(request.want)
             except Exception as error:
@@ -137,10 +128,10 @@ class Donor:
         for connection in connections:
             stream.shut_down(connection)
 
-    def _take_due(self, exchange: int) -> list[_Waiting]:
+    def _take_due(self, era: int, exchange: int) -> list[_Waiting]:
         with self._lock:
-            due = [each for each in self._waiting if each.as_of <= exchange]
-            self._waiting = [each for each in self._waiting if each.as_of > exchange]
+            due = [each for each in self._waiting if is_due(*each.since, era, exchange)]
+            self._waiting = [each for each in self._waiting if each not in due]
             self.pending = bool(self._waiting)
         return due
 
@@ -243,17 +234,17 @@ class Recipient:
         self._address = address
         self._token = token
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        self._arrived: deque[tuple[int, dict[str, Any]] | Missed] = deque()
+        self._arrived: deque[tuple[int, dict[str, Any]]] = deque()
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._closed = False
         threading.Thread(target=self._run, name="pliant-receiving", daemon=True).start()
 
-    def request(self, as_of: int, want: Sequence[str]) -> None:
-        """Ask for ``want`` as of an exchange; several requests are answered one after another."""
-        self._requests.put(_Request(as_of, list(want)))
+    def request(self, era: int, as_of: int, want: Sequence[str]) -> None:
+        """Ask for ``want`` as of an exchange or a later one; several requests are answered one after another."""
+        self._requests.put(_Request(era, as_of, list(want)))
 
-    def arrived(self) -> tuple[int, dict[str, Any]] | Missed | None:
+    def arrived(self) -> tuple[int, dict[str, Any]] | None:
         """The next answer (the exchange and the state as of it), if there is one."""
         return self._arrived.popleft() if self._arrived else None
 
@@ -319,11 +310,9 @@ class Recipient:
         return None
 
 
-def _read_answer(reader: BinaryIO, frame: bytes) -> tuple[int, dict[str, Any]] | Missed:
+def _read_answer(reader: BinaryIO, frame: bytes) -> tuple[int, dict[str, Any]]:
     head: _Head = stream.decoded(frame, _Head)
     match head:
-        case _TooLate(exchange):
-            return Missed(exchange)
         case _Refusal(reason):
             raise stream.Broken(f"refused: {reason}")
         case _State():

@@ -1,8 +1,8 @@
 """Handing the state on, over a virtual network.
 
 Question  What can go wrong between a donor and a newcomer?
-Holds     As ``tensors.handoff``: the donor answers at a rest, as of the exchange asked for or *missed*; answers come in
-          the order of the requests, each in its own time; a donor that goes fails its newcomers' ends in the middle.
+Holds     As ``tensors.handoff``: the donor answers at a rest, as of the exchange asked for or a later one; answers come
+          in the order of the requests, each in its own time; a donor that goes fails its newcomers' ends in the middle.
 Source    ours; docs/design/0007-elastic.md ("Handing the state on").
 """
 
@@ -12,15 +12,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pliant.tensors.handoff import Missed
+from pliant.tensors.handoff import is_due
 from pliant.testing.virtual import Process, World
 
 Snapshot = Callable[[Sequence[str]], dict[str, Any]]
 
 
 class _Request:
-    def __init__(self, recipient: VirtualRecipient, as_of: int, want: list[str]) -> None:
-        self.recipient, self.as_of, self.want = recipient, as_of, want
+    def __init__(self, recipient: VirtualRecipient, era: int, as_of: int, want: list[str]) -> None:
+        self.recipient, self.since, self.want = recipient, (era, as_of), want
 
 
 class Streams:
@@ -52,20 +52,17 @@ class VirtualDonor:
         streams.donors[self.address] = self
         process.ended.append(lambda status: self._hang_up())
 
-    def serve(self, exchange: int, snapshot: Snapshot) -> None:
+    def serve(self, era: int, exchange: int, snapshot: Snapshot) -> None:
         """The group is at rest after ``exchange``."""
-        due = [each for each in self._waiting if each.as_of <= exchange]
-        self._waiting = [each for each in self._waiting if each.as_of > exchange]
+        due = [each for each in self._waiting if is_due(*each.since, era, exchange)]
+        self._waiting = [each for each in self._waiting if each not in due]
         self.pending = bool(self._waiting)
         for request in due:
-            if request.as_of < exchange:
-                self._answer(request, Missed(exchange))
-            else:
-                self._answer(request, (exchange, snapshot(request.want)))
+            self._answer(request, (exchange, snapshot(request.want)))
 
     def _answer(self, request: _Request, answer: Any) -> None:
         streams = self._streams
-        streams.world.note("handoff", self.address, request.as_of, ",".join(request.want), type(answer).__name__)
+        streams.world.note("handoff", self.address, *request.since, answer[0], ",".join(request.want))
         if streams.world.chance(streams.breaks):
             streams.world.after(streams.delay(), lambda: request.recipient.fail("broke in the middle"))
             return
@@ -109,9 +106,9 @@ class VirtualRecipient:
         else:
             donor.recipients.append(self)
 
-    def request(self, as_of: int, want: Sequence[str]) -> None:
-        """Ask for ``want`` as of an exchange; one request after another is under way."""
-        self._asked.append(_Request(self, as_of, list(want)))
+    def request(self, era: int, as_of: int, want: Sequence[str]) -> None:
+        """Ask for ``want`` as of an exchange or a later one; one request after another is under way."""
+        self._asked.append(_Request(self, era, as_of, list(want)))
         self._next()
 
     def _next(self) -> None:
