@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.complete
 
-.PHONY: venv demo test check check-fast bench format clean
+.PHONY: venv demo test check check-fast check-code check-processes bench format clean
 
 venv: $(STAMP)
 
@@ -21,10 +21,17 @@ demo: venv
 test: check
 
 check: venv
+	$(MAKE) --jobs=2 --output-sync=target check-code check-processes
+
+# Tests with real processes wait most of the time: the others run beside them.
+check-code: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore=tests/process
+
+check-processes: venv
+	$(BIN)/python -m pytest tests/process
 
 # Style, types and the tests that need no second process.
 check-fast: venv

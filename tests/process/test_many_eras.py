@@ -11,7 +11,7 @@ from running import Launcher
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "scripts" / "many_eras.py"
-ERAS = 200
+ERAS = 120
 """by hand: ``python tests/process/scripts/many_eras.py 1000``"""
 
 
