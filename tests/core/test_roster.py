@@ -319,6 +319,31 @@ def test_when_all_leave_the_run_ends() -> None:
     assert end == Ended("all workers have left", completed=False, exit_status=0)
 
 
+def test_when_the_last_one_leaves_and_others_were_lost_the_run_has_failed() -> None:
+    world = resumed(("w0", "w1"))
+    world.enlist(0, owner=False, name="a1", slots=("w1",))
+    world.hello("w1", worker="w1", era=4, exchange=9)
+    world.wait(7.0, ("w1",))
+    world.stop(4, "w1", exchange=9)
+    (start,) = of(StartEra, world.effects)
+    world.enter(start.era, "w1", exchange=9)
+    effects = world.feed(Interrupted(AgentId("a1"), 15))
+    assert of(StopAll, effects) == [StopAll("no worker is left")]
+    assert not [each for each in of(Terminate, effects) if each.slot == "w1"]
+    world.feed(Finished(WorkerId("w1"), left=True))
+    (end,) = of(Ended, world.exit("w1", 0, agent=AgentId("a1")))
+    assert end == Ended("no worker is left", completed=False, exit_status=1)
+
+
+def test_who_has_left_already_is_not_terminated() -> None:
+    world = World().started(2)
+    world.feed(Drained(SlotId("w1")))
+    world.enter(2, "w0")
+    world.feed(Finished(WorkerId("w1"), left=True))
+    effects = world.feed(Failed(WorkerId("w0"), "it is broken", fatal=True))
+    assert of(StopAll, effects) and not of(Terminate, effects)
+
+
 def test_max_workers_lets_joiners_wait() -> None:
     world = World(max_workers=2).started(2)
     world.enlist(1, owner=False)

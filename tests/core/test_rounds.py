@@ -225,6 +225,20 @@ def test_workers_that_do_different_things_are_named(changed: dict[str, object], 
     assert said in answer.reason
 
 
+@pytest.mark.parametrize("outside", [{"kind": Kind.EVALUATE, "length": 7}, {"kind": Kind.END}, {"epoch": 1}])
+def test_in_a_loop_that_has_ended_those_in_its_body_come_first(outside: dict[str, object]) -> None:
+    group = rounds.founded(Policy(4), 1, [WorkerId("w0"), WorkerId("w1")])
+    inner = entering(kind=Kind.EVALUATE, flags=Flag.OPENING | Flag.INNER)
+    for tickets, present in (
+        ([inner, entering(**outside)], (True, False)),
+        ([entering(**outside), inner], (False, True)),
+    ):
+        answer = rounds.opened(group, tickets)
+        assert not isinstance(answer, Mismatch)
+        assert answer.phase.inner and answer.phase.kind is Kind.EVALUATE and answer.phase.length == 10
+        assert answer.phase.present == present
+
+
 def test_alone_there_is_nothing_to_overlap_with() -> None:
     play = played(Scene(Policy(8, delay=1), (10.0,), (8,), (Call(Kind.TRAIN, 20),)))
     assert [record.batch for record in settlements(play)] == [8, 8, 4]
