@@ -178,6 +178,8 @@ class EraStart(msgspec.Struct, frozen=True, tag="era"):
     """what the donor has settled"""
     addresses: dict[str, str]
     """where each member hands its state on"""
+    records: int = 0
+    """journal records of the workers that are written: where nothing was settled, all go on counting from there"""
 
 
 class EraPlan(msgspec.Struct, frozen=True, tag="era_plan"):

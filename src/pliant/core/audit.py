@@ -194,7 +194,7 @@ class _Auditor:
             self._problem(f"{where}: round {record.void} is void although nobody was lost")
         if len(self._open) > 1:
             self._problem(f"{where}: is planned but begins inside phase {self._open[-1].record.phase}")
-        if self._roster and not set(record.roster) & set(self._roster):
+        if self._phases and not set(record.roster) & set(self._roster):
             self._problem(f"{where}: is planned but nobody of era {self._era} is in it")
 
     def _regroup(self, where: str, record: EraRecord, entries: Sequence[EntryLine]) -> None:

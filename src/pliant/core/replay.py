@@ -78,7 +78,8 @@ class Replay:
             self._lost = True
         elif self._ended is not None:
             return [f"{where}: begins where the end of phase {self._ended.phase} is due"]
-        elif group is None:
+        elif group is None or (group.exchange == 0 and record.entries is None):
+            # An era in which nothing was settled is followed by a new beginning.
             if record.entries is not None:
                 return [f"{where}: has entries, but there was no era to come from"]
             self._group = rounds.founded(_UNKNOWN, record.era, roster)

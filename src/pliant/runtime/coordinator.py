@@ -435,7 +435,7 @@ class Coordinator:
         addresses = translation.addressed(dict(effect.addresses))
         match effect:
             case events.StartEra(era=era, attempt=attempt, donor=donor, exchange=exchange):
-                message = messages.EraStart(term, era, attempt, names, donor, exchange, addresses)
+                message = messages.EraStart(term, era, attempt, names, donor, exchange, addresses, self._lines.written)
             case events.PlanEra(era=era, attempt=attempt, donor=donor):
                 message = messages.EraPlan(term, era, attempt, names, donor, addresses)
         if attempt not in self._rosters:

@@ -17,6 +17,7 @@ import msgspec
 from pliant.control import messages
 from pliant.control.client import Position
 from pliant.control.messages import EraPlan
+from pliant.core import rounds
 from pliant.core.rounds import Entry, Group, Past, Standing
 from pliant.core.tickets import Kind
 from pliant.runtime import takeover
@@ -99,6 +100,8 @@ class Eras:
         self._in_time: Callable[[], None] | None = None
         self._takeover: Takeover | None = None
         self._asked_state: int | None = None
+        self._addresses: Mapping[str, str] = {}
+        """where the members of the present era hand their state on"""
         self._steps = 0
         self._usual_s = 0.0
         self._last_s: float | None = None
@@ -161,6 +164,8 @@ class Eras:
         """Give newcomers what they asked for, as of now."""
 
         def snapshot(want: Sequence[str]) -> dict[str, Any]:
+            if takeover.STATE in want and not self.holds_all:
+                raise LookupError("it waits for the user's state itself")
             with training.plain():
                 return takeover.snapshot(training, self._carried, want)
 
@@ -234,6 +239,20 @@ class Eras:
         if pursuing is None:
             return None
         return lambda views: pursuing.note(exchange, views, present, factor, samples)
+
+    def entered(self, seat: Seat) -> None:
+        """An era has begun."""
+        self._addresses = seat.addresses
+
+    def fell_behind(self, training: Training, group: Group) -> None:
+        """The script's code for an update has run on those who compute in ``group``, and not here: ask one of them."""
+        if self._takeover is not None or not self._carried["state"]:
+            return
+        computing = [worker for member, worker in enumerate(group.roster) if rounds.speaks(group, member)]
+        donors = [self._addresses[worker] for worker in computing if worker in self._addresses]
+        if donors and self.place.me not in computing:
+            self._takeover = Takeover(training, self._carried, self._connect, tensors=False)
+            self._takeover.restart(donors, group.era, group.exchange, keep=True)
 
     def ask_users_state(self, as_of: int) -> None:
         """Ask for the user's own state as of the exchange from which this worker computes."""

@@ -83,6 +83,8 @@ class Seat:
     addresses: Mapping[str, str]
     exchange: int = 0
     """unplanned: what the donor has settled"""
+    records: int = 0
+    """where that is nothing: journal records there are all the same, of an era that came to nothing"""
 
 
 Form = Callable[[int, int, int], Forming]
@@ -237,8 +239,9 @@ class Place:
                     self.stop(start.era, at.exchange, active=at.active, failed="the group could not be formed")
                 continue
             roster = tuple(WorkerId(name) for name in start.roster)
-            exchange = start.exchange if isinstance(start, EraStart) else -1
-            return Seat(channel, start.era, roster, start.roster.index(start.donor), start.addresses, exchange)
+            exchange, records = (start.exchange, start.records) if isinstance(start, EraStart) else (-1, 0)
+            donor = start.roster.index(start.donor)
+            return Seat(channel, start.era, roster, donor, start.addresses, exchange, records)
 
     def _awaited(self, era: int) -> EraStart | EraPlan:
         while True:

@@ -78,7 +78,10 @@ class Takeover:
         training: Training,
         carried: Mapping[str, Any],
         connect: Callable[[str], Recipient],
+        *,
+        tensors: bool = True,
     ) -> None:
+        """Without ``tensors`` only the user's state is to come."""
         self._training = training
         self._carried = carried
         self._connect = connect
@@ -90,8 +93,10 @@ class Takeover:
         self._era = 0
         self._expected: tuple[str, int] | None = None
         """(donor, era): everything was asked for, as of that era's start"""
-        self._missing = self._everything()
-        training.held = 0
+        self._missing: list[str] = []
+        if tensors:
+            self._missing = self._everything()
+            training.held = 0
 
     def _everything(self) -> list[str]:
         """The names of all there is to take over, in the order in which it is asked for.

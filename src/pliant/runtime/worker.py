@@ -231,13 +231,13 @@ class Worker:
             self._sleep(self._slowdown * (time.thread_time() - self._contribution.cpu_start_s))
 
     def end(self) -> None:
-        """Leave the run together with all others. Raises ``Left`` where this worker does not hold the final weights."""
+        """Leave the run together with all others. Raises ``Left`` where this worker does not hold the final state."""
         self._through(self._ended)
         self._witness.confirmed()
         if self._eras is not None:
             # Whoever sends them may not get to it, and nobody keeps them any longer.
             self._eras.place.link.send_lines_again()
-        if self.standing is Standing.FOLLOWING:
+        if self.standing is Standing.FOLLOWING or (self._eras is not None and not self._eras.holds_all):
             raise Left
 
     def leave(self, reason: str) -> None:
@@ -445,7 +445,7 @@ class Worker:
         assert self._flight is not None
         if self._next() is not None and not self._flight.summation.over:
             return False
-        outcome = self._settle()
+        outcome = self._settle(in_body=True)
         self._drawn_since_update = not outcome.seen
         if outcome.ended and len(self._stack) == 1:
             self._ended_inside = self._nested
@@ -457,11 +457,12 @@ class Worker:
         while not self.group.over:
             self._look()
             self._rest()
+            # Now: once the others have reached their end, nobody can be asked any more.
+            self._take_users_state()
             if self.group.open:
                 self._follow()
                 continue
             self._finish_draining()
-            self._take_users_state()
             gathered, bitmap = self._exchange(self._ticket(Kind.END, Flag.OPENING), 0, [])
             if gathered[rounds.opening(gathered).index(True)].kind is Kind.END:
                 self._conclude(gathered)
@@ -632,8 +633,11 @@ class Worker:
         norm = (training.unscale() or 0.0) if mine.micro_batches else 0.0
         return bitmap, norm if math.isfinite(mine.loss_total() + norm) else None
 
-    def _settle(self, following: Flag = Flag.NONE) -> Settled:
-        """Wait for the contribution in flight, decide, hand in the following one, apply."""
+    def _settle(self, following: Flag = Flag.NONE, *, in_body: bool = False) -> Settled:
+        """Wait for the contribution in flight, decide, hand in the following one, apply.
+
+        ``in_body``: ``step`` will say so if the update is seen.
+        """
         self._check_era()
         flight = self._flight
         assert flight is not None
@@ -656,6 +660,9 @@ class Worker:
             self._apply(before, outcome, flight, bitmap)
         self._witness.settled(self.group, outcome, handed_in, self.applied_rate)
         self.last = outcome
+        missed = training and outcome.seen and not in_body
+        if missed and self._eras is not None and self.standing is Standing.ACTIVE:
+            self._eras.fell_behind(self.training, before)
         if outcome.ended:
             self._turned = self.group.exchange
             self._end_phase(training=training, merged=merged)
@@ -933,6 +940,7 @@ class Worker:
     def _entered(self, seat: Seat, entries: Sequence[Entry] | None) -> None:
         assert self._eras is not None
         self._witness.era(self.group, entries, sends=seat.roster[seat.donor] == self.me)
+        self._eras.entered(seat)
         self._progress()
         self._eras.place.link.entered(seat.era, self.group.exchange)
 
@@ -1015,7 +1023,7 @@ class Worker:
             self._channel = seat.channel
             limit = self.group.samples_limit
             self.group = replace(rounds.founded(self.group.policy, seat.era, seat.roster), samples_limit=limit)
-            self._witness.joined(0)
+            self._witness.joined(seat.records)
             self._entered(seat, None)
             return
         donor = seat.roster[seat.donor] == self.me

@@ -37,8 +37,6 @@ class Checker:
         self.exchanges = 0
         self.start = 0
         """the weights that the run began with"""
-        self.spares = False
-        """an update was made that some member's script has not seen"""
         self.over = False
         """some worker has concluded the run"""
         self.holders: dict[str, tuple[int, int]] = {}
@@ -49,7 +47,6 @@ class Checker:
         self._last: dict[str, tuple[int, int, int]] = {}
         self._states: dict[tuple[int, int], tuple[str, Group]] = {}
         self._weights: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
-        self._took_part: dict[int, set[str]] = {}
         self._tickets: dict[tuple[int, int], Sequence[Ticket]] = {}
         self._ends: list[tuple[str, tuple[int, ...], dict[str, Any], Group]] = []
         self._records: list[journal.Record] = []
@@ -96,11 +93,6 @@ class Checker:
         if outcome.kind is not Kind.TRAIN:
             return
         self._tickets[group.era, outcome.round] = handed_in
-        # Whoever has nothing to compute in a phase is not in its loop body, and does not see its updates.
-        took_part = self._took_part.setdefault(outcome.phase, set())
-        took_part.update(worker for worker, ticket in zip(group.roster, handed_in, strict=False) if ticket.samples)
-        if outcome.seen and not took_part.issuperset(group.roster):
-            self.spares = True
 
     def ended(self, name: str, training: VirtualTraining, state: dict[str, Any], group: Group) -> None:
         """A worker has come to the end of its script with everybody's results."""
@@ -152,7 +144,7 @@ class Checker:
             self.require(theirs == weights, f"{other} and {name} end with different weights")
             state = state or their_state
             self.require(
-                self.spares or not their_state or their_state == state,
+                not their_state or their_state == state,
                 f"{other} ends with {their_state}, {name} with {state}",
             )
         again = self._recomputed()

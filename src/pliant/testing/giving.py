@@ -58,7 +58,12 @@ class VirtualDonor:
         self._waiting = [each for each in self._waiting if each not in due]
         self.pending = bool(self._waiting)
         for request in due:
-            self._answer(request, (exchange, snapshot(request.want)))
+            try:
+                state = snapshot(request.want)
+            except LookupError as error:
+                request.recipient.fail(str(error))
+            else:
+                self._answer(request, (exchange, state))
 
     def _answer(self, request: _Request, answer: Any) -> None:
         streams = self._streams
