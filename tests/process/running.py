@@ -18,6 +18,9 @@ from pliant.core import journal
 LIMIT_S = 100.0
 """Far above what any of these takes; only a hang reaches it."""
 
+QUICK = (Path(__file__).parent / "scripts" / "quick.py").read_text()
+"""The beginning of a script that makes an optimizer."""
+
 
 def plain_environment() -> dict[str, str]:
     """The environment for a process that is no worker, and that finds the very package that is tested here."""

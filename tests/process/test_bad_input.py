@@ -7,13 +7,15 @@ import signal
 import socket
 
 import pytest
-from running import Launcher, Running, gone, records
+from running import QUICK, Launcher, Running, gone, records
 
 from pliant.core.journal import EndRecord, RoundRecord
 
 pytestmark = pytest.mark.slow
 
-PRELUDE = """
+PRELUDE = (
+    QUICK
+    + """
 import os, signal, sys, time, warnings
 warnings.simplefilter("error")
 import torch
@@ -47,6 +49,7 @@ def forever(run, samples=400):
 
 LOADERS = 0
 """
+)
 
 
 def ends_in_one_line(run: Running, said: str, status: int = 1) -> None:

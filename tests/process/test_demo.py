@@ -35,8 +35,15 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("PLIANT_")}
 
 
+def shortened(epochs: int) -> list[str]:
+    """A shorter one."""
+    return [*DEMO[:2], f"from pliant.ui import demo; demo.EPOCHS = {epochs}; {DEMO[2]}"]
+
+
 def test_the_demo_shows_both_systems(tmp_path: Path) -> None:
-    done = subprocess.run(DEMO, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
+    done = subprocess.run(
+        shortened(4), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("w0", "w1", "w2", "w3", "pace", "share", "samples", "idle", "harvest", "accuracy"):
         assert name in done.stdout, name
@@ -51,10 +58,8 @@ def test_the_demo_shows_both_systems(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("part", "processes"), [("pliant: epoch 1/", 6), ("DDP: epoch 1/", 5)])
 def test_an_interrupted_demo_leaves_nothing_behind(part: str, processes: int, tmp_path: Path) -> None:
     """The demo itself, four workers, and with Pliant the coordinator."""
-    # DDP has its turn after Pliant.
-    short = [*DEMO[:2], "from pliant.ui import demo; demo.EPOCHS = 1; " + DEMO[2]]
     demo = subprocess.Popen(
-        short, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        shortened(1), cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     assert demo.stderr is not None
     try:

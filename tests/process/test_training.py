@@ -9,7 +9,7 @@ import json
 from collections import defaultdict
 
 import pytest
-from running import Launcher, Running, records
+from running import QUICK, Launcher, Running, records
 
 from pliant.core.journal import ExchangeRecord, PhaseEndRecord, PhaseRecord, RoundRecord
 
@@ -17,7 +17,9 @@ pytestmark = pytest.mark.slow
 
 PACES = ("--pace", "1,1,0.5,0.25")
 
-PRELUDE = """
+PRELUDE = (
+    QUICK
+    + """
 import hashlib, os, sys, warnings
 warnings.simplefilter("error")
 import torch
@@ -76,6 +78,7 @@ def correct(batch):
 def say(*words):
     print(*words)
 """
+)
 
 SIZES = """
 with pliant.join(model, optimizer, {settings}) as run:

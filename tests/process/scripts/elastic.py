@@ -132,6 +132,7 @@ def at(owner: Any, name: str, point: str) -> None:
 
 reach("starting")
 
+import quick  # noqa: E402, F401
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
