@@ -23,15 +23,18 @@ test: check
 check: venv
 	$(MAKE) --jobs=2 --output-sync=target check-code check-processes
 
-# Tests with real processes wait most of the time: the others run beside them.
+# Tests with real processes wait half of the time: the others, and a few of these, run beside them.
+BESIDE := tests/process/test_examples.py tests/process/test_groups.py tests/process/test_training.py
+
 check-code: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/python -m pytest --ignore=tests/process
+	$(BIN)/python -m pytest $(BESIDE)
 
 check-processes: venv
-	$(BIN)/python -m pytest tests/process
+	$(BIN)/python -m pytest tests/process $(BESIDE:%=--ignore=%)
 
 # Style, types and the tests that need no second process.
 check-fast: venv
