@@ -27,7 +27,7 @@ def main() -> None:
     model, optimizer = network()
     trained_s, accuracy = 0.0, 0.0
     updates: list[tuple[float, int]] = []
-    with pliant.join(model, optimizer, batch=wanted.batch) as run:
+    with pliant.join(model, optimizer, batch=wanted.batch, state={"complete": 0}) as run:
         for epoch in run.epochs(wanted.epochs + wanted.more):
             start_s = time.perf_counter()
             for images, labels in run.batches(train_set, size=wanted.size):
@@ -40,7 +40,10 @@ def main() -> None:
             accuracy = run.evaluate(lambda batch: correct(model, batch), test_set, size=wanted.size)
             # Equal on all workers at an epoch's end; a newcomer that passes over past epochs is alone as yet.
             if epoch > wanted.epochs and len(run.roster) == wanted.workers:
-                break
+                # One whole epoch more, with updates after the return; a newcomer is given this number.
+                run.state["complete"] += 1
+                if run.state["complete"] == 2:
+                    break
             if epoch == wanted.epochs - 1:
                 figures = {"trained_s": trained_s, "accuracy": accuracy}
                 (results / f"{run.worker}.json").write_text(json.dumps(figures))
