@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -112,13 +112,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _traced(range(given.start, given.start + given.seeds), given.scene)
     if given.part:
         part, parts = (int(number) for number in given.part.split("/"))
-        summary = simulate(range(given.start + part, given.start + given.seeds, parts), given.scene)
+        summary = simulate(_while_wanted(range(given.start + part, given.start + given.seeds, parts)), given.scene)
         sys.stdout.write(msgspec.json.encode(summary).decode())
         return int(bool(summary.failures))
     start_s = time.perf_counter()
     summary = simulate_in_processes(given.start, given.seeds, given.scene)
     _show(summary, time.perf_counter() - start_s)
     return int(bool(summary.failures))
+
+
+def _while_wanted(seeds: Iterable[int]) -> Iterator[int]:
+    """Until the process is gone that shares them out."""
+    parent = os.getppid()
+    for seed in seeds:
+        if os.getppid() != parent:
+            return
+        yield seed
 
 
 def _traced(seeds: Iterable[int], scene: str | None) -> int:
