@@ -44,7 +44,6 @@ _LOOK_S = 0.002
 # Between two rounds in which nobody computes: all members leave, or wait for what they need.
 _NOBODY_S = 0.02
 
-
 Answer = TypeVar("Answer")
 
 
