@@ -59,7 +59,7 @@ def test_the_demo_shows_both_systems(tmp_path: Path) -> None:
 def test_an_interrupted_demo_leaves_nothing_behind(part: str, processes: int, tmp_path: Path) -> None:
     """The demo itself, four workers, and with Pliant the coordinator."""
     demo = subprocess.Popen(
-        shortened(1), cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        shortened(3), cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     assert demo.stderr is not None
     try:

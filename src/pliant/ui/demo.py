@@ -217,7 +217,7 @@ def _follow(processes: Sequence[subprocess.Popen[bytes]], results: Path) -> None
     """Show how far DDP is until all processes have ended."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     ends_s = time.monotonic() + GIVE_UP_S
-    shown_s = time.monotonic()
+    shown_s = float("-inf")
     with console.status("DDP starts") as line:
         while any(process.poll() is None for process in processes):
             if any(process.poll() not in (None, 0) for process in processes):
