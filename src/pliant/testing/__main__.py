@@ -73,10 +73,13 @@ def scene_of(seed: int, scene: str | None = None) -> str:
 
 
 def simulate(seeds: Iterable[int], scene: str | None = None) -> Summary:
-    """Many histories in this process."""
+    """Many histories in this process; a failure is told at once."""
     summary = Summary()
     for seed in seeds:
-        summary.add(simulated(scene_of(seed, scene), seed))
+        outcome = simulated(scene_of(seed, scene), seed)
+        summary.add(outcome)
+        if outcome.error is not None:
+            print(_failure(outcome.scene, seed, outcome.error), file=sys.stderr, flush=True)
     return summary
 
 
@@ -142,10 +145,15 @@ def _traced(seeds: Iterable[int], scene: str | None) -> int:
     return int(failed)
 
 
+def _failure(scene: str, seed: int, error: str) -> str:
+    """What was wrong, and the command that shows it again."""
+    replayed = f"python -m pliant.testing --scene {scene} --start {seed} --seeds 1 --trace"
+    return f"FAILED {scene} {seed}: {error}\n       {replayed}"
+
+
 def _show(summary: Summary, seconds: float) -> None:
     for scene, seed, error in sorted(summary.failures):
-        print(f"FAILED {scene} {seed}: {error}")
-        print(f"       python -m pliant.testing --scene {scene} --start {seed} --seeds 1 --trace")
+        print(_failure(scene, seed, error))
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(summary.counts.items()))
     print(f"events: {kinds}")
     print(
