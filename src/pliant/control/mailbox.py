@@ -51,8 +51,8 @@ class Mailbox:
         self.evicted: str | None = None
         """why this worker was taken off the roster; it may come back as a newcomer"""
         self.trouble: PliantError | None = None
-        self.on_plan: Callable[[EraPlan], None] | None = None
-        """called where messages arrive, in that thread, with a new plan"""
+        self.on_group: Callable[[EraPlan | Broken], None] | None = None
+        """called where messages arrive, in that thread, with a word about a group to come"""
         self._keys: dict[tuple[int, str], bytes] = {}
         self._oldest_attempt = 0
         self.welcome = welcome
@@ -61,12 +61,12 @@ class Mailbox:
     def take(self, message: FromCoordinator) -> None:
         """Note one message."""
         with self.changed:
-            before = self.plan
+            planned, broken_era = self.plan, self.broken_era
             self._take(message)
-            plan = self.plan
+            is_new = (message is self.plan and message is not planned) or self.broken_era > broken_era
             self.changed.notify_all()
-        if plan is not None and plan is not before and self.on_plan is not None:
-            self.on_plan(plan)
+        if is_new and isinstance(message, EraPlan | Broken) and self.on_group is not None:
+            self.on_group(message)
 
     def _take(self, message: FromCoordinator) -> None:
         match message:

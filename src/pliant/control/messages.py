@@ -194,11 +194,17 @@ class EraPlan(msgspec.Struct, frozen=True, tag="era_plan"):
 
 
 class Broken(msgspec.Struct, frozen=True, tag="broken"):
-    """Every era up to ``era`` is over: stop, settle nothing more, answer ``stopped``."""
+    """Every era up to ``era`` is over: stop, settle nothing more, answer ``stopped``.
+
+    The group of those who are left is formed meanwhile, so that it is there when they have all answered; where the
+    next era has another roster it is given up.
+    """
 
     term: int
     era: int
     reason: str
+    attempt: int = 0
+    roster: list[str] = []
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):

@@ -137,8 +137,8 @@ def redelivered(state: Roster, name: WorkerId) -> tuple[Effect, ...]:
             effects = (replace(start, to=(name,)),)
         case Planned(plan=plan) if member.era < plan.era and name in plan.to:
             effects = (replace(plan, to=(name,)),)
-        case Halting(era=era, reason=reason) if member.stopped_s is None:
-            effects = (BreakEra(era, reason, (name,)),)
+        case Halting(era=era, reason=reason, attempt=attempt, roster=roster) if member.stopped_s is None:
+            effects = (BreakEra(era, reason, (name,), attempt, roster),)
         case _:
             pass
     return (*effects, AskToLeave(name, member.leaving or "")) if member.asked else effects
@@ -171,8 +171,12 @@ def _halted(state: Roster, now_s: float) -> Step:
             if member.era == 0 and member.stopped_s is None:
                 outside = replace(member, stopped_s=now_s, exchange=0, active=False)
                 state = with_standing(state, worker, outside)
-    state = replace(state, course=Halting(state.last_era, course.floor, reason, now_s))
-    return state, (BreakEra(state.last_era, reason, to),) if to else ()
+    # Those who are left form their group while they finish what they are at; before its first era a new coordinator
+    # does not know which attempts there were.
+    attempt = state.last_attempt + 1 if state.last_attempt and len(to) > 1 else 0
+    course = Halting(state.last_era, course.floor, reason, now_s, attempt, to if attempt else ())
+    state = replace(state, course=course, last_attempt=max(state.last_attempt, attempt))
+    return state, (BreakEra(course.era, reason, to, attempt, course.roster),) if to else ()
 
 
 def _failure(state: Roster, now_s: float) -> str:
@@ -289,11 +293,14 @@ def _started(state: Roster, chosen: list[Worker], donor: WorkerId, exchange: int
             member = Member(member.address, now_s, active=True if founding else _unproven(state), progress_s=now_s)
         state = with_standing(state, replace(worker, heard_s=now_s), member)
     state = _in_order(state, names)
-    start = StartEra(*_numbers(state), names, donor, exchange, _addresses(state, names), names)
+    era, attempt = _numbers(state)
+    if isinstance(state.course, Halting) and state.course.attempt and state.course.roster == names:
+        attempt = state.course.attempt
+    start = StartEra(era, attempt, names, donor, exchange, _addresses(state, names), names)
     state = replace(
         state,
         last_era=start.era,
-        last_attempt=start.attempt,
+        last_attempt=max(state.last_attempt, attempt),
         fruitless=0 if exchange > state.started_at else state.fruitless + 1,
         started_at=exchange,
         course=Forming(start, getattr(state.course, "floor", 0)),

@@ -265,11 +265,14 @@ class PlanEra:
 
 @dataclass(frozen=True, slots=True)
 class BreakEra:
-    """Tell ``to`` that every era up to this one is over."""
+    """Tell ``to`` that every era up to this one is over, and who is likely to be in the next one."""
 
     era: int
     reason: str
     to: tuple[WorkerId, ...]
+    attempt: int = 0
+    """under which their group may be formed beforehand; 0: nobody knows"""
+    roster: tuple[WorkerId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

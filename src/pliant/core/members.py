@@ -246,6 +246,9 @@ class Halting:
     floor: int
     reason: str
     since_s: float
+    attempt: int = 0
+    """under which the group of ``roster`` is being formed already; 0: none is"""
+    roster: tuple[WorkerId, ...] = ()
     noted: bool = False
     """the user knows that there are too few workers"""
 

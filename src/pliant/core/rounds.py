@@ -81,7 +81,7 @@ class OpenPhase:
     seen: bool = False
     """the last round was seen: an ``evaluate`` may be opened before the round in flight is settled"""
     resumed: bool = False
-    """an unplanned era has begun since the last round: some may have finished their share outside of ``step``"""
+    """an unplanned era has begun since the last round: some may settle the next one outside of ``step``"""
     inner: bool = False
     """see ``Past``"""
     nested: tuple[Past, ...] = ()
@@ -503,7 +503,7 @@ def _all_work(group: Group, phase: OpenPhase, tickets: Sequence[Ticket]) -> bool
     """Whether everyone who takes part is inside its loop body now, and so will return from ``step``."""
     if any(ticket.flags is not _NONE and ticket.flags & Flag.READY for ticket in tickets):
         return False
-    if phase.resumed and not group.overlap:
+    if phase.resumed:
         return False
     hands = phase.ledger.hands
     working = [member for member in _working(group, phase) if phase.took_part[member] or hands[member].granted]

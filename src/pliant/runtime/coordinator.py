@@ -429,7 +429,9 @@ class Coordinator:
     def _announce(self, effect: events.StartEra | events.PlanEra | events.BreakEra) -> None:
         term = self._state.term
         if isinstance(effect, events.BreakEra):
-            self._send(messages.Broken(term, effect.era, effect.reason), effect.to)
+            names = translation.texts(effect.roster)
+            broken = messages.Broken(term, effect.era, effect.reason, effect.attempt, names)
+            self._invite(broken, effect.attempt, effect.roster, effect.to)
             return
         names = translation.texts(effect.roster)
         addresses = translation.addressed(dict(effect.addresses))
@@ -438,13 +440,23 @@ class Coordinator:
                 message = messages.EraStart(term, era, attempt, names, donor, exchange, addresses, self._lines.written)
             case events.PlanEra(era=era, attempt=attempt, donor=donor):
                 message = messages.EraPlan(term, era, attempt, names, donor, addresses)
+        self._invite(message, attempt, effect.roster, effect.to)
+        self._acknowledge(self._clock())
+
+    def _invite(
+        self,
+        message: messages.EraStart | messages.EraPlan | messages.Broken,
+        attempt: int,
+        roster: tuple[WorkerId, ...],
+        to: tuple[WorkerId, ...],
+    ) -> None:
+        """Tell of a group to be formed, and what its members have said about it so far."""
         if attempt not in self._rosters:
             # Nothing that is formed now can be of an older attempt.
-            self._rosters, self._keys = {attempt: effect.roster}, {attempt: {}}
-        self._send(message, effect.to)
+            self._rosters, self._keys = {attempt: roster}, {attempt: {}}
+        self._send(message, to)
         for key, value in self._keys[attempt].items():
-            self._send(messages.Push(attempt, key, value), effect.to)
-        self._acknowledge(self._clock())
+            self._send(messages.Push(attempt, key, value), to)
 
     def _enroll(self, effect: events.Enroll, now_s: float) -> None:
         peer = self._agents.get(effect.peer)

@@ -126,6 +126,7 @@ class Eras:
 
     def returned(self) -> None:
         """Back under a new name, as a newcomer."""
+        self.place.close()
         self.place = self._come_back()
         self.enlisted = False
         self._drop_takeover()
@@ -287,3 +288,4 @@ class Eras:
             self._in_time()
         self._drop_takeover()
         self._donor.close()
+        self.place.close()

@@ -2,8 +2,9 @@
 
 Question  How does a worker hear that its era is over or another one is planned, and how does it enter?
 Holds     Looking costs next to nothing and is done between micro-batches. A planned group is formed in the background,
-          once, and given up when the plan is overtaken. Nothing of an era that was declared broken is settled after
-          this worker has said ``stopped``. Waiting is polling, so that a simulated clock can drive it.
+          once, and given up when the plan is overtaken; so is the group of those whom a loss has left. Nothing of an
+          era that was declared broken is settled after this worker has said ``stopped``. Waiting is polling, so that a
+          simulated clock can drive it.
 Source    docs/design/0007-elastic.md.
 """
 
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 
 from pliant.control.client import Position
 from pliant.control.mailbox import Mailbox
-from pliant.control.messages import Call, EraPlan, EraStart, Signature
+from pliant.control.messages import Broken, Call, EraPlan, EraStart, Signature
 from pliant.errors import PliantError
 from pliant.types import WorkerId
 
@@ -117,7 +118,9 @@ class Place:
         self._lock = threading.Lock()
         self._early: tuple[EraPlan, Forming] | None = None
         """begun by the link's thread, not taken up yet"""
-        self._mailbox.on_plan = self._begin_early
+        self._left: tuple[Broken, Forming] | None = None
+        """the same for those who are left of an era that is over"""
+        self._mailbox.on_group = self._begin_early
 
     @property
     def me(self) -> WorkerId:
@@ -169,16 +172,26 @@ class Place:
                 return
         if early is not None:
             early[1].abandon()
-        self._forming = self._form(plan.attempt, plan.roster.index(self.me), len(plan.roster))
+        self._forming = self._formed_for(plan)
 
-    def _begin_early(self, plan: EraPlan) -> None:
+    def _begin_early(self, word: EraPlan | Broken) -> None:
         """Called by the link's thread: a member's group forms while its main thread is in a long micro-batch."""
         with self._lock:
             here = self.link.position.era
-            known = plan == self._planned or self._early is not None
-            if here == 0 or plan.era <= here or self.me not in plan.roster or known:
+            if here == 0 or self.me not in word.roster:
                 return
-            self._early = plan, self._form(plan.attempt, plan.roster.index(self.me), len(plan.roster))
+            if isinstance(word, Broken):
+                left, self._left = self._left, (word, self._formed_for(word))
+            else:
+                left = None
+                known = word == self._planned or self._early is not None
+                if word.era > here and not known:
+                    self._early = word, self._formed_for(word)
+        if left is not None:
+            left[1].abandon()
+
+    def _formed_for(self, word: EraPlan | EraStart | Broken) -> Forming:
+        return self._form(word.attempt, word.roster.index(self.me), len(word.roster))
 
     def _give_up_plan(self) -> None:
         if self._forming is not None:
@@ -228,7 +241,7 @@ class Place:
                 continue
             if isinstance(start, EraPlan):
                 expect(start)
-            forming = self._form(start.attempt, start.roster.index(self.me), len(start.roster))
+            forming = self._begun(start) or self._formed_for(start)
             try:
                 channel = self._formed(forming, start.era)
             except EraBroken:
@@ -242,6 +255,23 @@ class Place:
             exchange, records = (start.exchange, start.records) if isinstance(start, EraStart) else (-1, 0)
             donor = start.roster.index(start.donor)
             return Seat(channel, start.era, roster, donor, start.addresses, exchange, records)
+
+    def _begun(self, start: EraStart | EraPlan) -> Forming | None:
+        """The group of those who are left, if that is who the era is for."""
+        with self._lock:
+            left, self._left = self._left, None
+        if left is None or left[0].attempt == start.attempt:
+            return left[1] if left is not None else None
+        left[1].abandon()
+        return None
+
+    def close(self) -> None:
+        """No group is wanted any more."""
+        self._give_up_plan()
+        with self._lock:
+            left, self._left = self._left, None
+        if left is not None:
+            left[1].abandon()
 
     def _awaited(self, era: int) -> EraStart | EraPlan:
         while True:

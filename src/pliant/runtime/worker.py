@@ -41,6 +41,9 @@ from pliant.types import WorkerId
 
 # How long a waiting worker polls before it looks whether its era is over.
 _LOOK_S = 0.002
+# How long the first sum after a loss is waited for, with an overlap too: mostly it is in by then, and the update comes
+# a whole contribution earlier.
+_SOON_S = 0.03
 # Between two rounds in which nobody computes: all members leave, or wait for what they need.
 _NOBODY_S = 0.02
 
@@ -365,6 +368,8 @@ class Worker:
             if self._flight is None and self._complete():
                 self.training.back()
                 self._hand_in(Flag.NONE)
+            if self._settled_soon():
+                continue
             micro_batch = self._next()
             if micro_batch is not None:
                 self._take_users_state()
@@ -378,6 +383,19 @@ class Worker:
                 return micro_batch
             self._settle_or_hand_in()
         return None
+
+    def _settled_soon(self) -> bool:
+        """After a loss the run has stood still: make the first update before the next micro-batch, if that is quick."""
+        flight = self._flight
+        if flight is None or not self.group.phase.resumed or self._contribution.micro_batches:
+            return False
+        start = self._clock()
+        while not flight.summation.wait(_LOOK_S) and self._clock() - start < _SOON_S:
+            self._look()
+        self._contribution.idle_s += self._clock() - start
+        if flight.summation.over:
+            self._settle()
+        return bool(flight.summation.over)
 
     def _still_in(self, phase: int) -> bool:
         """Whether ``phase`` goes on; where it has ended, its buffers are made equal."""

@@ -318,7 +318,7 @@ class Script:
                 return forming[-1]
 
             def heard() -> None:
-                for each in forming[-2:]:
+                for each in forming[-3:]:
                     each.look()
 
             link.heard = heard
