@@ -261,6 +261,32 @@ def test_a_leaver_that_dies_before_the_switch_is_an_unplanned_change() -> None:
     assert (start.era, start.roster) == (3, ("w0", "w2"))
 
 
+def test_the_group_of_those_who_are_left_is_formed_while_they_stop() -> None:
+    world = World().started(4)
+    (broken,) = of(BreakEra, world.exit("w1", -9))
+    assert broken.roster == ("w0", "w2", "w3") and broken.attempt > 1
+    (start,) = of(StartEra, world.stop(1, "w0", "w2", "w3"))
+    assert (start.attempt, start.roster) == (broken.attempt, broken.roster)
+
+
+def test_another_loss_makes_the_group_that_is_being_formed_useless() -> None:
+    world = World().started(4)
+    (broken,) = of(BreakEra, world.exit("w1", -9))
+    world.stop(1, "w0", "w2")
+    (start,) = of(StartEra, world.exit("w3", -9))
+    assert start.roster == ("w0", "w2") and start.attempt > broken.attempt
+
+
+def test_a_newcomer_makes_it_useless_too() -> None:
+    world = World().started(3)
+    (broken,) = of(BreakEra, world.exit("w1", -9))
+    world.enlist(1, owner=False)
+    world.hello("w3")
+    world.ready("w3")
+    (start,) = of(StartEra, world.stop(1, "w0", "w2"))
+    assert start.roster == ("w0", "w2", "w3") and start.attempt > broken.attempt
+
+
 def test_after_the_switch_a_leaver_may_end_as_it_likes() -> None:
     world = World().started(2)
     world.feed(Leaving(WorkerId("w1")))

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -202,6 +202,21 @@ class Link:
             self._lines.extend(lines)
         self._waiting.set()
 
+    def keep_earlier(self, lines: Sequence[bytes], first: int) -> None:
+        """Keep lines that come right before this worker's own."""
+        end = first + len(lines)
+        with self._lines_lock:
+            if not lines or self.mailbox.written >= end or (self._lines and self._first_line != end):
+                return
+            self._lines.extendleft(reversed(lines))
+            self._first_line = first
+
+    def unwritten(self) -> list[bytes]:
+        """The lines that may not be on disk yet."""
+        with self._lines_lock:
+            self._forget_written()
+            return list(self._lines)
+
     def finish(self, *, left: bool) -> None:
         """Send what is queued, say that all went well, and close."""
         self._leave(Finished(left=left))
@@ -317,9 +332,7 @@ class Link:
     def _unsent_lines(self) -> list[Lines]:
         """Forget what is on disk; what is to be sent now, in frames of bounded size."""
         with self._lines_lock:
-            while self._lines and self._first_line < self.mailbox.written:
-                self._lines.popleft()
-                self._first_line += 1
+            self._forget_written()
             if not self.sends_lines:
                 return []
             start = max(self._sent_lines, self._first_line)
@@ -333,6 +346,11 @@ class Link:
             frames[-1].records.append(line)
             size += len(line)
         return frames
+
+    def _forget_written(self) -> None:
+        while self._lines and self._first_line < self.mailbox.written:
+            self._lines.popleft()
+            self._first_line += 1
 
     def send_lines_again(self) -> None:
         """Begin once more with what is not on disk: an era has started, and somebody else may have sent before."""

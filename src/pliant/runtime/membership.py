@@ -182,18 +182,19 @@ def _entered(job: Job, link: Link, offer: Offer) -> Membership:
         eras.place.link.close()
         return placed(_connected(job))
 
+    witness = Reporter(link)
     eras = Eras(
         placed(link),
         donor,
         lambda address: handoff.Recipient(address, job.token),
-        offer.carried,
+        {**offer.carried, "journal": witness},
         lambda channel, look: taken_over(channel, offer, look),
         come_back,
         lambda: _end_after(job.grace_s),
     )
     newcomer = rounds.founded(offer.policy, 0, (WorkerId(link.worker),))
     newcomer = replace(newcomer, standings=(Standing.FOLLOWING,))
-    training, witness = offer.prepared(True), Reporter(link)
+    training = offer.prepared(True)
     worker = Worker(WorkerId(link.worker), newcomer, groups.Alone(), training, witness, eras=eras, pace=job.pace)
     _leave_on_sigterm(worker)
     if not link.mailbox.welcome.running:

@@ -288,7 +288,7 @@ def _meta(training: Training, carried: Mapping[str, Any]) -> dict[str, Any]:
         "buffers": {i: training.buffers.value(i) for i in range(len(training.buffers)) if training.buffers.is_live(i)},
         "epochs": training.epochs_ended,
         "scale": training.scale_state(),
-        "outer": _copied(stated({name: carried[name] for name in ("scheduler", "scaler")})),
+        "outer": _copied(stated({name: carried.get(name) for name in ("scheduler", "scaler", "journal")})),
     }
 
 
@@ -310,7 +310,7 @@ def _copied(value: Any) -> Any:
 
 @torch.no_grad()
 def install_meta(training: Training, carried: Mapping[str, Any], meta: Mapping[str, Any], *, merged: bool) -> None:
-    """Take over hyper-parameters, schedule, scaler and buffers."""
+    """Take over hyper-parameters, schedule, scaler, buffers, and what of the journal is not on disk."""
     for name, value in meta["outer"].items():
         carried[name].load_state_dict(value)
     for group, hyper in zip(training.optimizer.param_groups, meta["groups"], strict=True):

@@ -3,14 +3,15 @@
 Question  What is written down of each era, phase and round, and when is it certain enough to be told?
 Holds     Every record is a function of the tickets, so all workers make the same ones, numbered alike. Lines of an
           exchange are let go when the next one has completed, or an era's entry has confirmed it: what only a lost
-          worker applied is never told. One worker sends; the others keep theirs until they are on disk.
+          worker applied is never told. One worker sends; the others keep theirs until they are on disk, and hand them
+          on with the state: whoever holds the state holds every line that may still be missing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from pliant.core import journal, rounds
 from pliant.core.rounds import Entry, Group, Settled
@@ -42,6 +43,8 @@ class Lines(Protocol):
     sends_lines: bool
 
     def keep(self, lines: Iterable[bytes], first: int) -> None: ...
+    def keep_earlier(self, lines: Sequence[bytes], first: int) -> None: ...
+    def unwritten(self) -> list[bytes]: ...
     def send_lines_again(self) -> None: ...
 
 
@@ -53,6 +56,8 @@ class Reporter:
         self._held: list[bytes] = []
         self.records = 0
         """records made so far, by whichever worker"""
+        self._joined = 0
+        """those of them made before this worker came"""
         self._announced: journal.PolicyRecord | None = None
 
     def moved(self, link: Lines) -> None:
@@ -62,7 +67,17 @@ class Reporter:
     def joined(self, records: int) -> None:
         """Go on where the group is: what came before is with the others."""
         self._held = []
-        self.records = records
+        self.records = self._joined = records
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a newcomer must keep, too."""
+        lines = [*self._link.unwritten(), *self._held]
+        return {"first": self.records - len(lines), "lines": [line.decode() for line in lines]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """A newcomer keeps what was made before it came, as far as it is not on disk."""
+        first: int = state["first"]
+        self._link.keep_earlier([line.encode() for line in state["lines"][: max(0, self._joined - first)]], first)
 
     def confirmed(self) -> None:
         """All members have settled the last exchange."""

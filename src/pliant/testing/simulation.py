@@ -305,7 +305,14 @@ class Script:
             reference=scene.policy.batch, buffers=scene.buffers, start=1_000_003 * (self.number + 1)
         )
         self.state: dict[str, Any] = {"count": 0}
-        carried = {"optimizer": None, "scheduler": self.training.scheduler, "scaler": None, "state": self.state}
+        witness = Observer(link, simulation.checker, self.training)
+        carried = {
+            "optimizer": None,
+            "scheduler": self.training.scheduler,
+            "scaler": None,
+            "state": self.state,
+            "journal": witness,
+        }
         described = Signature("sim", [("p", [1], "float32")], {"dead_after": repr(scene.dead_after_s)})
 
         def placed(link: VirtualLink) -> Place:
@@ -340,7 +347,6 @@ class Script:
         self.eras = eras
         newcomer = rounds.founded(scene.policy, 0, (WorkerId(link.worker),))
         newcomer = replace(newcomer, standings=(Standing.FOLLOWING,))
-        witness = Observer(link, simulation.checker, self.training)
         worker = Worker(
             WorkerId(link.worker),
             newcomer,
