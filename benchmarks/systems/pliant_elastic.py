@@ -26,7 +26,7 @@ def train(worker: Worker) -> None:
         model.register_buffer("frozen", torch.ones(options.frozen_mb * 2**18))
     stamps = Stamps(worker.directory)
     stamps.ready()
-    with pliant.join(model, worker.optimizer, batch=worker.plan.batch, dead_after=options.dead_after_s) as run:
+    with pliant.join(model, worker.optimizer, batch=worker.plan.batch, delay=1, dead_after=options.dead_after_s) as run:
         for _ in run.epochs(EPOCHS):
             for x, y in run.batches(worker.dataset, size=MICRO_BATCH):
                 begins, before = time.monotonic(), View(run.era, run.samples)

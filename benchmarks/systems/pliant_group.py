@@ -27,7 +27,7 @@ def train(
 ) -> None:
     """Train until the runner has all counts; then one worker's ``break`` ends the phase for all."""
     model = worker.model
-    with pliant.join(model, worker.optimizer, batch=batch, correction=correction) as run:
+    with pliant.join(model, worker.optimizer, batch=batch, delay=1, correction=correction) as run:
         worker.index = list(run.roster).index(run.worker)
         for _ in run.epochs(EPOCHS):
             for x, y in run.batches(worker.dataset, size=size):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Adam, AdamW, Optimizer, SparseAdam
 
+from pliant.core import overlap
 from pliant.core.rates import RULES
 from pliant.core.rounds import Policy
 from pliant.errors import UsageError
@@ -23,7 +24,7 @@ class Floating:
     """An open batch: whatever the workers manage while the last sum is in flight.
 
     ``reference`` is the batch the learning rate was chosen for; ``at_most`` bounds the samples of one round. A worker
-    alone, and ``delay=0``, use ``reference`` as a fixed batch: there is no sum to wait for.
+    alone, and rounds without delay, use ``reference`` as a fixed batch: there is no sum to compute beside.
     """
 
     reference: int
@@ -47,7 +48,7 @@ class Settings:
         policy = self.policy
         return {
             "batch": f"Floating({policy.batch}, at_most={policy.at_most})" if policy.floating else str(policy.batch),
-            "delay": str(policy.delay),
+            "delay": "auto" if policy.delay == overlap.AUTO else str(policy.delay),
             "rates": policy.rule,
             "correction": self.correction,
             "clip_norm": str(self.clip_norm),
@@ -67,7 +68,7 @@ def resolved(
     optimizer: Optimizer,
     *,
     batch: int | Floating,
-    delay: int,
+    delay: int | str,
     correction: str,
     rates: str | None,
     clip_norm: float | None,
@@ -80,7 +81,7 @@ def resolved(
     _positive_whole("batch", reference)
     if at_most is not None and _positive_whole("at_most", at_most) < reference:
         raise UsageError(f"at_most={at_most} is below reference={reference}: raise at_most or lower reference")
-    _one_of("delay", delay, (1, 0))
+    _one_of("delay", delay, ("auto", 1, 0))
     _one_of("correction", correction, ("lookahead", "none"))
     _one_of("schedule_by", schedule_by, ("batch", "epoch"))
     adam = isinstance(optimizer, Adam | AdamW)
@@ -94,7 +95,7 @@ def resolved(
         batch=reference,
         floating=isinstance(batch, Floating),
         at_most=at_most,
-        delay=delay,
+        delay=overlap.AUTO if delay == "auto" else int(delay),
         rule=rule,
         momentum=_momentum(optimizer),
     )

@@ -54,7 +54,7 @@ def test_a_batch_that_is_no_positive_whole_number(batch: Any) -> None:
     ("settings", "match"),
     [
         ({"batch": pliant.Floating(8, at_most=4)}, "at_most=4 is below reference=8: raise"),
-        ({"delay": 2}, "delay is 2: choose one of 1, 0"),
+        ({"delay": 2}, "delay is 2: choose one of 'auto', 1, 0"),
         ({"delay": True}, "delay is True: choose"),
         ({"correction": "hope"}, "correction is 'hope': choose one of 'lookahead', 'none'"),
         ({"rates": "cubic"}, "rates is 'cubic': choose one of"),

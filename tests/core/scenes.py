@@ -7,6 +7,7 @@ from dataclasses import replace
 from driver import Break, Call, Change, Scene
 from hypothesis import strategies as st
 
+from pliant.core import overlap
 from pliant.core.rounds import Policy
 from pliant.core.tickets import Kind
 
@@ -17,12 +18,12 @@ LENGTHS = st.one_of(st.integers(0, 12), st.integers(13, 700))
 @st.composite
 def policies(draw: st.DrawFn, members: int) -> Policy:
     batch = draw(st.integers(1, 96))
-    delay = draw(st.sampled_from([1, 1, 0]))
+    delay = draw(st.sampled_from([1, 1, 0, overlap.AUTO]))
     kind = draw(st.sampled_from(["fixed", "floating", "bounded"]))
     if kind == "fixed":
-        return Policy(batch, delay=delay, momentum=0.9)
+        return Policy(batch, delay=delay, trial=1, momentum=0.9)
     at_most = draw(st.integers(1, 8 * members)) if kind == "bounded" else None
-    return Policy(batch, floating=True, at_most=at_most, delay=delay, momentum=0.9)
+    return Policy(batch, floating=True, at_most=at_most, delay=delay, trial=1, momentum=0.9)
 
 
 @st.composite

@@ -13,10 +13,12 @@ from torch.utils.data import TensorDataset
 
 import pliant
 from numerics import reference
+from pliant.core import overlap
 from pliant.core.tickets import Kind
 from pliant.testing import Together, together
 
 SAMPLES = 203
+AUTO = {"batch": 32, "delay": "auto"}
 
 
 def dataset(seed: int = 1) -> TensorDataset:
@@ -68,6 +70,7 @@ def trained(
     make_model: Any, make_optimizer: Any, *, tokens: bool = False, epochs: int = 2, workers: int = 3, **settings: Any
 ) -> tuple[nn.Module, list[reference.Drawn], Any, list[dict[str, torch.Tensor]]]:
     """Train with threads; the leader's model, what everybody drew, the leader's record, everybody's state."""
+    settings.setdefault("delay", 1)
     drawn = [reference.Drawn() for _ in range(workers)]
     initial = make_model()
 
@@ -198,13 +201,33 @@ def test_another_optimizer_repeats_the_last_displacement() -> None:
 
 
 def test_every_position_once_per_epoch() -> None:
-    for settings in ({"batch": 32}, {"batch": pliant.Floating(32)}, {"batch": 500}, {"batch": 32, "delay": 0}):
+    for settings in ({"batch": 32}, {"batch": pliant.Floating(32)}, {"batch": 500}, {"batch": 32, "delay": 0}, AUTO):
         _, _, record, _ = trained(plain_model, sgd, workers=3, **settings)
         for phase in {outcome.phase for outcome in record.outcomes}:
             spans = [s for o in record.outcomes if o.phase == phase for member in o.spans for s in member]
             positions = sorted(p for start, stop in spans for p in range(start, stop))
             assert positions == list(range(SAMPLES))
         assert {outcome.kind for outcome in record.outcomes} == {Kind.TRAIN}
+
+
+@pytest.mark.parametrize("batch", [24, pliant.Floating(24)])
+def test_a_delay_that_changes_keeps_the_weights_equal(batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the figures say, the other delay is better: it changes every other round."""
+    decided, seen = overlap.after, set[tuple[int, int]]()
+
+    def noted(choice: Any, *arguments: Any, **settings: Any) -> Any:
+        after, verdict = decided(choice, *arguments, **{**settings, "trial": 1})
+        seen.add((choice.delay, after.delay))
+        return after, verdict
+
+    monkeypatch.setattr(overlap, "_preferred", lambda choice: (1 - choice.delay, True))
+    monkeypatch.setattr(overlap, "after", noted)
+    _, _, record, states = trained(normed_model, sgd, batch=batch, delay="auto", epochs=4)
+    assert_equal_everywhere(states)
+    assert (0, 1) in seen and (1, 0) in seen
+    for phase in {outcome.phase for outcome in record.outcomes}:
+        spans = [s for o in record.outcomes if o.phase == phase for member in o.spans for s in member]
+        assert sorted(p for start, stop in spans for p in range(start, stop)) == list(range(SAMPLES))
 
 
 def test_fixed_batches_are_exact() -> None:

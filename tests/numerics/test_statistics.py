@@ -30,12 +30,12 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def group_run(model: nn.Module, body: Any, workers: int = 3, **settings: Any) -> list[Any]:
+def group_run(model: nn.Module, body: Any, workers: int = 3, *, delay: int | str = 1, **settings: Any) -> list[Any]:
     """``body(run, model, handle)`` on every worker, each with a copy of the model; its results."""
 
     def script(handle: Together) -> Any:
         mine = copy.deepcopy(model)
-        with handle.join(mine, sgd(mine), **settings) as run:
+        with handle.join(mine, sgd(mine), delay=delay, **settings) as run:
             return body(run, mine, handle)
 
     return together(workers, script, paces=(1.0, 0.6, 0.3, 0.3)[:workers])

@@ -28,7 +28,7 @@ def asked(launch: Launcher, *words: str) -> None:
 
 def test_join_scale_and_drain(launch: Launcher) -> None:
     """One worker; a guest joins; one more is started; the leader is drained; the guest's launcher is interrupted."""
-    scenario = Scenario(workers=1, until=("enough",), settings={"floating": 24})
+    scenario = Scenario(workers=1, until=("enough",), settings={"floating": 24, "delay": "auto"})
     run = start(launch, scenario)
     here = launch.directory
     there(here / "drew-w0")

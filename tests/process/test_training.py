@@ -161,8 +161,8 @@ def assert_proven(launch: Launcher) -> None:
     [
         "batch=256",
         "batch=256, delay=0",
-        "batch=pliant.Floating(256)",
-        "batch=pliant.Floating(64, at_most=128), correction='none'",
+        "batch=pliant.Floating(256), delay=1",
+        "batch=pliant.Floating(64, at_most=128), delay=1, correction='none'",
     ],
 )
 def test_every_sample_once_whatever_the_sizes(launch: Launcher, settings: str) -> None:

@@ -61,6 +61,8 @@ class PolicyRecord(msgspec.Struct, frozen=True, tag="policy", tag_field="kind"):
     rule: str
     momentum: float
     samples_limit: int | None = None
+    trial: int = 0
+    """rounds for which a delay is tried, where it is decided from round to round"""
 
 
 class PhaseRecord(msgspec.Struct, frozen=True, tag="phase", tag_field="kind", omit_defaults=True):
@@ -117,6 +119,10 @@ class RoundRecord(msgspec.Struct, frozen=True, tag="round", tag_field="kind", om
     tickets: list[TicketLine]
     entered: list[tuple[int, int, int]] = []
     """who became ready with this exchange: member, micro-batch size, look-ahead of its loader"""
+    delay: int | None = None
+    """was decided anew: in force from here on, until something changes"""
+    harvests: tuple[float | None, float | None] | None = None
+    """why: what the group made of its workers with delay 0 and 1"""
 
     @property
     def skipped(self) -> bool:

@@ -104,6 +104,7 @@ class Replay:
             floating=record.floating,
             at_most=record.at_most,
             delay=record.delay,
+            trial=record.trial,
             rule=record.rule,
             momentum=record.momentum,
         )
@@ -282,6 +283,9 @@ def _differences(record: RoundRecord | ExchangeRecord, outcome: Settled) -> list
             problems.append(f"the decision code says round {outcome.round}")
         if record.factor != outcome.factor:
             problems.append(f"factor is {record.factor!r}, the decision code says {outcome.factor!r}")
+        delay = outcome.verdict.delay if outcome.verdict else None
+        if record.delay != delay:
+            problems.append(f"delay is {record.delay}, the decision code says {delay}")
         if record.applied != outcome.applied:
             problems.append(f"applied is {record.applied}, the decision code says {outcome.applied}")
     return problems

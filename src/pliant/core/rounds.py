@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pliant.core import dealing, ledger, pace, rates
+from pliant.core import dealing, ledger, overlap, pace, rates
 from pliant.core.ledger import Ledger
 from pliant.core.pace import Pacing
 from pliant.core.shares import apportion, cut
@@ -38,6 +38,9 @@ class Policy:
     floating: bool = False
     at_most: int | None = None
     delay: int = 1
+    """1, 0 or ``overlap.AUTO``"""
+    trial: int = overlap.TRIAL
+    """with the latter: rounds for which a delay is tried"""
     rule: str = "linear"
     momentum: float = 0.0
 
@@ -108,6 +111,8 @@ class Group:
     """samples of settled training rounds"""
     samples_limit: int | None = None
     rate: rates.Rate = field(default_factory=rates.Rate)
+    choice: overlap.Choice = field(default_factory=overlap.Choice)
+    """which delay is in force, where that is decided from round to round"""
     skipped: int = 0
     skipped_in_a_row: int = 0
     training: Pacing = field(default_factory=lambda: pace.unmeasured(1))
@@ -126,9 +131,16 @@ class Group:
     @property
     def overlap(self) -> bool:
         """Whether the next contribution is computed while the last one is summed."""
-        if len(self.roster) == 1:
-            return False
-        return self.policy.delay == 1 or (bool(self.open) and self.phase.kind is Kind.EVALUATE)
+        return self.overlaps(self.phase.kind) if self.open else self.overlaps(Kind.TRAIN)
+
+    @property
+    def delay(self) -> int:
+        """What is in force in a training phase of a group."""
+        return self.choice.delay if self.policy.delay == overlap.AUTO else self.policy.delay
+
+    def overlaps(self, kind: Kind) -> bool:
+        """The same for a phase of another kind."""
+        return len(self.roster) > 1 and (self.delay == 1 or kind is Kind.EVALUATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +171,8 @@ class Settled:
     result: float | None = None
     plan: tuple[int, int] | None = None
     """(term, era) of the planned era that begins after this exchange"""
+    verdict: overlap.Verdict | None = None
+    """the delay was decided anew"""
 
 
 def founded(policy: Policy, era: int, roster: Sequence[WorkerId]) -> Group:
@@ -172,8 +186,8 @@ def digest(group: Group) -> int:
     """A fingerprint of the state's counters; tickets carry it so that a divergence is seen in the next round."""
     cursor = group.phase.ledger.cursor if group.open else -1
     limit = -1 if group.samples_limit is None else group.samples_limit
-    counters = (group.era, group.round, group.phases, group.samples, cursor, limit)
-    return zlib.crc32(struct.pack("<qqqqqqd", *counters, group.rate.factor) + bytes(group.standings))
+    counters = (group.era, group.round, group.phases, group.samples, cursor, limit, group.delay)
+    return zlib.crc32(struct.pack("<qqqqqqqd", *counters, group.rate.factor) + bytes(group.standings))
 
 
 def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
@@ -223,7 +237,7 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
     mismatch = compared(group, tickets)
     if mismatch:
         return mismatch
-    phase = group.phase
+    phase, standings = group.phase, group.standings
     remaining, spans = ledger.settle(phase.ledger, [ticket.micro_batches for ticket in tickets])
     short = remaining.free == 0
     took_part = tuple(before or ticket.samples > 0 for before, ticket in zip(phase.took_part, tickets, strict=True))
@@ -259,9 +273,14 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         result=result,
         plan=agreed_plan(group, tickets),
     )
+    phase = replace(phase, seen=outcome.seen, resumed=False)
+    if phase.kind is Kind.TRAIN and group.policy.delay == overlap.AUTO and len(group.roster) > 1:
+        full = not (short or ended) and standings == group.standings
+        group, phase, verdict = _reconsidered(group, phase, tickets, full=full)
+        outcome = replace(outcome, verdict=verdict) if verdict is not None else outcome
     if ended:
         return _closed(group, phase, result), outcome
-    group = _dealt(replace(group, open=(*group.open[:-1], replace(phase, seen=outcome.seen, resumed=False))))
+    group = _dealt(replace(group, open=(*group.open[:-1], phase)))
     if outcome.seen:
         hands = group.phase.ledger.hands
         if any(hand.granted and not took for hand, took in zip(hands, took_part, strict=True)):
@@ -269,6 +288,19 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
             group = replace(group, open=(*group.open[:-1], replace(group.phase, seen=False)))
             outcome = replace(outcome, seen=False)
     return group, outcome
+
+
+def _reconsidered(
+    group: Group, phase: OpenPhase, tickets: Sequence[Ticket], *, full: bool
+) -> tuple[Group, OpenPhase, overlap.Verdict | None]:
+    """Decide whether the coming rounds overlap. Nobody has drawn anything of the first round of the other kind."""
+    before = group.choice
+    choice, verdict = overlap.after(before, tickets, trial=group.policy.trial, full=full)
+    group = replace(group, choice=choice)
+    if choice.delay != before.delay and group.policy.floating:
+        phase = replace(phase, ledger=ledger.with_quotas(phase.ledger, quotas=choice.delay == 0))
+    # The next round is settled while a micro-batch is asked for, not in ``step``.
+    return group, replace(phase, resumed=choice.delay != before.delay or choice.turning), verdict
 
 
 def speaks(group: Group, member: int) -> bool:
@@ -419,8 +451,7 @@ def regrouped(group: Group, era: int, roster: Sequence[WorkerId], entries: Seque
             else None
             for place, entry, standing in zip(places, entries, standings, strict=True)
         ]
-        overlap = len(roster) > 1 and (before.policy.delay == 1 or phase.kind is Kind.EVALUATE)
-        quotas = phase.kind is Kind.TRAIN and (not before.policy.floating or not overlap)
+        quotas = phase.kind is Kind.TRAIN and (not before.policy.floating or not group.overlaps(phase.kind))
         held = ledger.regrouped(phase.ledger, kept, quotas=quotas)
         phases.append(replace(_seated(phase, places), ledger=held, resumed=True))
     group = replace(group, open=tuple(phases))
@@ -449,6 +480,7 @@ def _with_roster(
         era=era,
         roster=tuple(roster),
         standings=standings,
+        choice=overlap.moved(group.choice),
         training=pace.seated(group.training, places),
         evaluating=pace.seated(group.evaluating, places),
     )
@@ -535,6 +567,8 @@ def allowance(group: Group, member: int, in_flight: int) -> Allowance:
     """The bounds of ``member``'s contribution while ``in_flight`` of its earlier ones (0 or 1) are not settled."""
     phase, policy = group.phase, group.policy
     if group.standings[member] is not Standing.ACTIVE:
+        return Allowance(micro_batches=0)
+    if group.choice.turning and in_flight and phase.kind is Kind.TRAIN:
         return Allowance(micro_batches=0)
     if phase.kind is Kind.TRAIN and (not policy.floating or not group.overlap):
         quotas = phase.ledger.hands[member].quotas

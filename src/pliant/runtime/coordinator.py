@@ -351,6 +351,8 @@ class Coordinator:
         now_s = self._clock()
         for record in records:
             self._tally.add(record, now_s)
+            if isinstance(record, journal.RoundRecord) and record.delay is not None:
+                self._note(events.Note("delay", translation.verdict(record)), now_s)
         try:
             self._journal.append(records)
         except OSError as error:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from pliant.control import messages
 from pliant.core import events, members
+from pliant.core.journal import RoundRecord
 from pliant.core.terms import Terms
 from pliant.types import WorkerId
 
@@ -47,6 +48,17 @@ def word(slot: members.Slot, worker: members.Worker | None) -> str:
             return "restarting"
         case members.Ending() | members.Exited():
             return "ended"
+
+
+def verdict(record: RoundRecord) -> str:
+    """Why the delay is what it is, in a line."""
+    named = {0: "without delay", 1: "with delay 1"}
+    known = [
+        f"{named[delay]} {harvest:.0%}"
+        for delay, harvest in enumerate(record.harvests or ())
+        if harvest is not None and delay in named
+    ]
+    return f"delay {record.delay} from round {record.round} on: of the workers' time is used {', '.join(known)}"
 
 
 def arrival(peer: int, hello: messages.Hello) -> events.Arrived:

@@ -154,6 +154,8 @@ class Reporter:
                     samples_total=group.samples,
                     tickets=lines,
                     entered=entered,
+                    delay=outcome.verdict.delay if outcome.verdict else None,
+                    harvests=outcome.verdict.harvests if outcome.verdict else None,
                 )
             )
         if outcome.ended:
@@ -178,6 +180,7 @@ def _policy(group: Group) -> journal.PolicyRecord:
         rule=policy.rule,
         momentum=policy.momentum,
         samples_limit=group.samples_limit,
+        trial=policy.trial,
     )
 
 

@@ -671,7 +671,8 @@ class Worker:
         training = outcome.kind is Kind.TRAIN
         merged = training and self._merge(outcome, flight, bitmap)
         # Whoever went along has handed in nothing to the following round already, in order to see the tickets.
-        if before.overlap and not (outcome.ended or outcome.plan or flight.closed) and self._hands_in_at_once():
+        overlaps = before.overlap and self.group.overlap
+        if overlaps and not (outcome.ended or outcome.plan or flight.closed) and self._hands_in_at_once():
             self._hand_in_or_remember(following, returning=True)
         if training:
             self._apply(before, outcome, flight, bitmap)

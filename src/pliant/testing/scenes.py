@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from pliant.core import overlap
 from pliant.core.rounds import Policy
 from pliant.testing.faults import OCCASIONS, Fault
 from pliant.testing.simulation import Scene
@@ -44,7 +45,8 @@ def drawn(name: str, seed: int) -> Scene:
         batch,
         floating=floating,
         at_most=chance.choice((None, 3 * batch)) if floating else None,
-        delay=chance.choice((1, 1, 1, 0)),
+        delay=chance.choice((1, 1, overlap.AUTO, 0)),
+        trial=1,
         rule=chance.choice(("linear", "sqrt")),
         momentum=chance.choice((0.0, 0.9)),
     )

@@ -200,6 +200,7 @@ def settings() -> dict[str, Any]:
     if "floating" in given:
         given["batch"] = pliant.Floating(given.pop("floating"), at_most=96)
     given.setdefault("batch", 24)
+    given.setdefault("delay", 1)
     return given
 
 

@@ -203,7 +203,7 @@ def script(office: Office, name: str) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state = {"updates": 0}
-    with pliant.join(model, optimizer, batch=24, state=state, enroll=enroll) as run:
+    with pliant.join(model, optimizer, batch=24, delay=1, state=state, enroll=enroll) as run:
         for _ in run.epochs(1_000_000):
             for x, y in run.batches(DATA, size=4):
                 model.train(len(x) > 1)

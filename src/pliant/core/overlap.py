@@ -1,0 +1,130 @@
+"""Whether the next contribution is computed while the last one is summed.
+
+Question  With ``delay="auto"``: which delay is in force in the coming round?
+Holds     A pure function of the tickets, the same on all workers. What each delay makes of the workers is measured,
+          not guessed: its *harvest* over some full rounds, samples over what the same workers would have computed in
+          that time without waiting or paying for the round. Synchronous rounds are kept where they come within 3 % of
+          the overlap, because their gradients are not delayed. The other one is tried again so seldom that trying
+          costs half a percent at most. An overlap is ended by a round beside which nobody draws, so that no
+          contribution is computed at two points of the weights.
+Source    ours; docs/design/0010-delay-auto.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pliant.core.tickets import Ticket
+
+AUTO = -1
+"""as ``Policy.delay``: decided here"""
+
+TRIAL = 8
+"""Rounds whose harvest is taken together: single rounds scatter by some 10 %, eight by 3 or 4."""
+# Of those, the part that is waited before measuring begins: the pipeline fills or empties.
+_SETTLING = 0.25
+# Synchronous rounds are good enough from this share of the other's harvest on; going back takes a little more.
+_ENOUGH = 0.97
+_TOO_LITTLE = 0.96
+# What trying the other delay may cost, in rounds lost per round …
+_COST = 0.005
+# … and at least and at most so many trials' lengths lie between two of them.
+_LEAST, _MOST = 8, 512
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The delay in force and what is known of both."""
+
+    delay: int = 0
+    turning: bool = False
+    """the overlap ends with the next round: nobody draws beside it"""
+    rounds: int = 0
+    """full rounds since the change"""
+    counted: int = 0
+    """those of them that are in the two sums"""
+    made: float = 0.0
+    """samples"""
+    possible: float = 0.0
+    """samples that the same workers would have computed without waiting and without the rounds' cost"""
+    harvests: tuple[float | None, float | None] = (None, None)
+    """by delay, None: not measured yet"""
+    told: int | None = None
+    """the delay that the user knows of"""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A delay that is in force until something changes, and why."""
+
+    delay: int
+    harvests: tuple[float | None, float | None]
+
+
+def after(choice: Choice, tickets: Sequence[Ticket], *, trial: int, full: bool) -> tuple[Choice, Verdict | None]:
+    """The choice after a training round; ``full``: it was no short one, and nobody came or went with it."""
+    if choice.turning:
+        return _changed(choice, 0), None
+    if not full:
+        return choice, None
+    choice = _counted(choice, tickets, round(_SETTLING * trial))
+    if choice.counted < trial or choice.possible <= 0:
+        return choice, None
+    seen = min(1.0, choice.made / choice.possible)
+    harvests = (seen, choice.harvests[1]) if choice.delay == 0 else (choice.harvests[0], seen)
+    choice = replace(choice, harvests=harvests, counted=0, made=0.0, possible=0.0)
+    delay, certain = _preferred(choice)
+    verdict = None
+    if certain and delay != choice.told:
+        choice, verdict = replace(choice, told=delay), Verdict(delay, harvests)
+    if delay == choice.delay:
+        if choice.rounds < _patience(choice, trial) or (delay == 0 and seen >= _ENOUGH):
+            return choice, verdict
+        delay = 1 - delay
+    return (_changed(choice, 1) if delay == 1 else replace(choice, turning=True)), verdict
+
+
+def moved(choice: Choice) -> Choice:
+    """The roster has changed: measure anew, and try the other delay sooner."""
+    return replace(choice, rounds=0, counted=0, made=0.0, possible=0.0)
+
+
+def _counted(choice: Choice, tickets: Sequence[Ticket], settling: int) -> Choice:
+    rounds = choice.rounds + 1
+    if rounds <= settling:
+        return replace(choice, rounds=rounds)
+    made = possible = 0.0
+    for ticket in tickets:
+        if ticket.samples:
+            computing_s = max(ticket.busy_s - ticket.cost_s, 0.1 * ticket.busy_s, 1e-9)
+            made += ticket.samples
+            possible += ticket.samples / computing_s * max(ticket.busy_s + ticket.idle_s, computing_s)
+    return replace(
+        choice, rounds=rounds, counted=choice.counted + 1, made=choice.made + made, possible=choice.possible + possible
+    )
+
+
+def _preferred(choice: Choice) -> tuple[int, bool]:
+    """The better delay as far as is known, and whether that is certain."""
+    synchronous, overlapped = choice.harvests
+    if synchronous is not None and synchronous >= _ENOUGH:
+        # No overlap can harvest more than everything.
+        return 0, True
+    if synchronous is None or overlapped is None:
+        return 1 - choice.delay, False
+    enough = _ENOUGH if choice.delay == 1 else _TOO_LITTLE
+    return (0 if synchronous >= enough * overlapped else 1), True
+
+
+def _patience(choice: Choice, trial: int) -> int:
+    """Rounds until the other delay is tried again."""
+    here, there = choice.harvests[choice.delay], choice.harvests[1 - choice.delay]
+    loss = max(0.0, (here or 1.0) / max(there or 1.0, 0.01) - 1.0)
+    rounds = math.ceil((1 + _SETTLING) * trial * loss / _COST)
+    return min(_MOST * trial, max(_LEAST * trial, rounds))
+
+
+def _changed(choice: Choice, delay: int) -> Choice:
+    return Choice(delay=delay, harvests=choice.harvests, told=choice.told)
