@@ -286,6 +286,21 @@ def test_a_new_coordinator_goes_on_with_the_members_it_meets() -> None:
     assert (start.era, start.attempt, start.exchange) == (105, 2_000_001, 9)
 
 
+@pytest.mark.parametrize("ended", [("finished", True, 0), ("w1 failed", False, 3)])
+def test_a_coordinator_that_died_while_it_said_goodbye_says_it_again(ended: tuple[str, bool, int]) -> None:
+    scene = resumed(
+        Records([journal.RunRecord("job", "0.1.0", 0.0), journal.EraRecord(4, ["w0"]), journal.EndRecord(*ended)])
+    )
+    written = list(scene.journal)
+    assert scene.coordinator.end is not None and scene.coordinator.current.ended == ended[0]
+    agent = scene.enlist(0, name="a0", slots=("w0",))
+    assert agent.last(m.Over) == m.Over(*ended)
+    late = scene.hello("w0", worker="w0", era=4, exchange=9, active=True)
+    assert late.last(m.Stop) == m.Stop(ended[0], completed=ended[1])
+    scene.wait(10.0)
+    assert scene.journal == written
+
+
 def test_a_new_coordinator_evicts_nobody_at_once_and_a_missing_one_in_the_end() -> None:
     scene = resumed(Records([journal.RunRecord("job", "0.1.0", 0.0), journal.EraRecord(4, ["w0", "w1"])]))
     scene.hello("w0", worker="w0", era=5, exchange=9, active=True)

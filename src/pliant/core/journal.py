@@ -154,6 +154,8 @@ class EndRecord(msgspec.Struct, frozen=True, tag="end", tag_field="kind"):
 
     reason: str
     completed: bool
+    exit_status: int = 0
+    """with which launchers end"""
 
 
 Record = Union[  # noqa: UP007 - msgspec reads it at run time

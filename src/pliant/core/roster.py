@@ -103,6 +103,11 @@ def resumed(
     return replace(state, settled=settled, last_slot=last_slot, last_agent=0 if era > 0 else -1)
 
 
+def ended(state: Roster, reason: str, *, completed: bool, exit_status: int) -> Roster:
+    """The run was over already: whoever asks is told so."""
+    return replace(state, stage=Over(reason, completed, exit_status))
+
+
 def advance(state: Roster, event: Event, now_s: float) -> Step:
     """What the event changes and what is to be done about it. Times are any monotonic clock's."""
     if isinstance(state.stage, Over):

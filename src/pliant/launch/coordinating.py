@@ -32,19 +32,24 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     try:
         with socket.socket(fileno=descriptor) as listener:
-            coordinate(directory, listener, resume=how == "resume")
+            coordinate(directory, listener, resume=how == "resume", repeat=True)
     except PliantError as error:
         print(error, file=sys.stderr)
         sys.exit(REFUSED_EXIT)
 
 
 def coordinate(
-    directory: Path, listener: socket.socket, *, resume: bool, on_ready: Callable[[], None] | None = None
+    directory: Path,
+    listener: socket.socket,
+    *,
+    resume: bool,
+    repeat: bool = False,
+    on_ready: Callable[[], None] | None = None,
 ) -> None:
-    """Serve the run in ``directory`` until it is over."""
+    """Serve the run in ``directory`` until it is over; ``repeat``: if it was over already, say so to who asks."""
     charter = _charter(directory)
     token = run_directory.access(directory).token
-    asyncio.run(serve(charter, directory, listener, token, resume, on_ready=on_ready))
+    asyncio.run(serve(charter, directory, listener, token, resume, repeat=repeat, on_ready=on_ready))
 
 
 def _charter(directory: Path) -> Charter:

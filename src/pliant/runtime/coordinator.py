@@ -140,7 +140,14 @@ class Coordinator:
         # What is written was settled: nobody may begin anew.
         settled = max(self._tally.status.rounds, min(1, self._lines.written))
         rules, dead_after_s = self.charter.rules, self.charter.dead_after_s
-        return roster.resumed(rules, term, dead_after_s, now_s, era, names, settled)
+        state = roster.resumed(rules, term, dead_after_s, now_s, era, names, settled)
+        match records[-1]:
+            case journal.EndRecord(reason=reason, completed=completed, exit_status=status):
+                # It died while it said goodbye.
+                self.end = events.Ended(reason, completed, status)
+                return roster.ended(state, reason, completed=completed, exit_status=status)
+            case _:
+                return state
 
     # events
 
@@ -477,7 +484,7 @@ class Coordinator:
                 peer.send(messages.Note(note.text))
 
     def _end(self, end: events.Ended) -> None:
-        self._write([journal.EndRecord(end.reason, end.completed)])
+        self._write([journal.EndRecord(end.reason, end.completed, end.exit_status)])
         self._journal.close()
         self.end = end
         self._describe()

@@ -39,8 +39,11 @@ class JournalFile:
         self._chain = 0
 
     @classmethod
-    def reopened(cls, path: Path) -> tuple[JournalFile, list[journal.Record]]:
-        """The journal of a lost coordinator, without a torn last line, and what is in it."""
+    def reopened(cls, path: Path, *, ended: bool = False) -> tuple[JournalFile, list[journal.Record]]:
+        """The journal of a lost coordinator, without a torn last line, and what is in it.
+
+        ``ended``: also that of a run which is over.
+        """
         try:
             text = path.read_bytes()
         except OSError as error:
@@ -50,7 +53,7 @@ class JournalFile:
         records = list(journal.read(lines))
         if not records:
             raise JournalError(f"{path} is empty: there is nothing to resume")
-        if isinstance(records[-1], journal.EndRecord):
+        if isinstance(records[-1], journal.EndRecord) and not ended:
             raise UsageError(f"the run in {path.parent} is over; start a new one")
         reopened = cls.__new__(cls)
         reopened._file = path.open("r+b", buffering=0)

@@ -42,11 +42,12 @@ async def serve(
     token: str,
     resume: bool,
     *,
+    repeat: bool = False,
     on_ready: Callable[[], None] | None = None,
 ) -> events.Ended:
-    """Coordinate the run in ``directory`` until it is over."""
+    """Coordinate the run in ``directory`` until it is over; ``repeat``: if it is over, tell those who ask."""
     with _locked(directory), contextlib.ExitStack() as stack:
-        coordinator, journal_file = _coordinator(charter, directory, resume)
+        coordinator, journal_file = _coordinator(charter, directory, resume, repeat)
         stack.callback(journal_file.close)
         server = Server(application(coordinator, token))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -59,7 +60,7 @@ async def serve(
                 await serving
 
 
-def _coordinator(charter: Charter, directory: Path, resume: bool) -> tuple[Coordinator, JournalFile]:
+def _coordinator(charter: Charter, directory: Path, resume: bool, repeat: bool) -> tuple[Coordinator, JournalFile]:
     path = directory / JOURNAL
     if not resume:
         journal_file = JournalFile(path)
@@ -68,8 +69,8 @@ def _coordinator(charter: Charter, directory: Path, resume: bool) -> tuple[Coord
     if not path.exists() or path.stat().st_size == 0:
         # The lost one had not even begun.
         path.unlink(missing_ok=True)
-        return _coordinator(charter, directory, resume=False)
-    journal_file, records = JournalFile.reopened(path)
+        return _coordinator(charter, directory, resume=False, repeat=False)
+    journal_file, records = JournalFile.reopened(path, ended=repeat)
     term = _raised_term(directory)
     coordinator = Coordinator.resumed(charter, journal_file, records, term, time.monotonic, time.time())
     return coordinator, journal_file
@@ -83,6 +84,7 @@ async def _followed(
     on_ready: Callable[[], None] | None,
 ) -> events.Ended:
     """Let time pass until the run is over."""
+    over = coordinator.end is not None
     while coordinator.end is None:
         await asyncio.wait([serving], timeout=TICK_S)
         if serving.done():
@@ -96,7 +98,7 @@ async def _followed(
         coordinator.handle(events.Tick(), time.monotonic())
     until_s = time.monotonic() + FAREWELL_S
     # Launchers close their connections when they have heard it.
-    while coordinator.has_agents and time.monotonic() < until_s and not serving.done():
+    while (over or coordinator.has_agents) and time.monotonic() < until_s and not serving.done():
         await asyncio.sleep(TICK_S / 5)
     return coordinator.end
 
