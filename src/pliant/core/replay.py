@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pliant.core import dealing, rounds
+from pliant.core import dealing, rates, rounds
 from pliant.core.journal import (
     EndRecord,
     EraRecord,
@@ -99,12 +99,15 @@ class Replay:
     def _agree(self, record: PolicyRecord) -> list[str]:
         if self._group is None:
             return ["the policy is written before the first era"]
+        rule = rates.RULES.get(record.rule)
+        if rule is None:
+            return [f"the policy's rule is {record.rule!r}, which this Pliant does not know"]
         policy = Policy(
             batch=record.batch,
             floating=record.floating,
             at_most=record.at_most,
             delay=record.delay,
-            rule=record.rule,
+            rule=rule,
             momentum=record.momentum,
         )
         if self._group.open and policy != self._group.policy:
@@ -166,6 +169,8 @@ class Replay:
             if not 0 <= member < len(tickets) or not tickets[member].flags & Flag.READY or size < 1:
                 return [f"{where}: member {member} cannot enter with micro-batches of {size}"]
             tickets[member] = replace(tickets[member], size=size, ahead=ahead)
+        if isinstance(record, RoundRecord):
+            tickets = _with_measures(record, tickets)
         for worker, hand, ticket in zip(group.roster, phase.ledger.hands, tickets, strict=True):
             if not 0 <= ticket.micro_batches <= hand.granted:
                 return [f"{where}: {worker} drew {ticket.micro_batches} micro-batches, {hand.granted} were granted"]
@@ -180,6 +185,7 @@ class Replay:
             self._ended = outcome
         problems = _differences(record, outcome)
         if isinstance(record, RoundRecord):
+            problems += _measures(record, self._group)
             if not group.policy.floating and not outcome.ended and record.batch != group.policy.batch:
                 problems += self._short(record, group)
             self._lacking, self._regrouped = Standing.LEAVING in self._group.standings, False
@@ -234,6 +240,18 @@ def _ticket(group: Group, kind: Kind, line: TicketLine) -> Ticket:
     )
 
 
+def _with_measures(record: RoundRecord, tickets: list[Ticket]) -> list[Ticket]:
+    """The tickets with what a round's record says once for all of them: here the first one who speaks says it."""
+    speaking = [member for member, ticket in enumerate(tickets) if not ticket.flags & Flag.FOLLOWING]
+    says = speaking[0] if speaking else 0
+    if record.momentum is not None:
+        tickets[says] = replace(tickets[says], momentum=record.momentum)
+    if record.measured is not None:
+        number, square = record.measured
+        tickets[says] = replace(tickets[says], measured_round=number, measured_norm=square)
+    return tickets
+
+
 # Making a flag of a number takes longer than the rest of a ticket.
 _FLAGS = {value: Flag(value) for value in range(64)}
 # Who breaks off or leaves hands in what it has.
@@ -282,8 +300,21 @@ def _differences(record: RoundRecord | ExchangeRecord, outcome: Settled) -> list
             problems.append(f"the decision code says round {outcome.round}")
         if record.factor != outcome.factor:
             problems.append(f"factor is {record.factor!r}, the decision code says {outcome.factor!r}")
+        if record.measured != outcome.measured:
+            problems.append(f"the norm {record.measured} is taken in, the decision code says {outcome.measured}")
         if record.applied != outcome.applied:
             problems.append(f"applied is {record.applied}, the decision code says {outcome.applied}")
+    return problems
+
+
+def _measures(record: RoundRecord, group: Group) -> list[str]:
+    """Where they disagree about what was learned so far."""
+    problems: list[str] = []
+    if record.noise_scale is not None and record.noise_scale != group.noise.scale:
+        problems.append(f"noise scale is {record.noise_scale!r}, the decision code says {group.noise.scale!r}")
+    scheduled = float(record.samples_total) if record.scheduled_total is None else record.scheduled_total
+    if scheduled != group.scheduled:
+        problems.append(f"the schedule is at {scheduled!r} samples, the decision code says {group.scheduled!r}")
     return problems
 
 

@@ -139,6 +139,10 @@ class Reporter:
                     samples_total=group.samples,
                     tickets=lines,
                     entered=entered,
+                    momentum=outcome.momentum if outcome.momentum != group.policy.momentum else None,
+                    measured=outcome.measured,
+                    noise_scale=_noise_scale(group) if outcome.measured else None,
+                    scheduled_total=group.scheduled if group.scheduled != group.samples else None,
                 )
             )
         if outcome.ended:
@@ -160,10 +164,15 @@ def _policy(group: Group) -> journal.PolicyRecord:
         floating=policy.floating,
         at_most=policy.at_most,
         delay=policy.delay,
-        rule=policy.rule,
+        rule=str(policy.rule),
         momentum=policy.momentum,
         samples_limit=group.samples_limit,
     )
+
+
+def _noise_scale(group: Group) -> float | None:
+    scale = group.noise.scale
+    return scale if scale is not None and math.isfinite(scale) else None
 
 
 def _line(ticket: Ticket, spans: Sequence[Span]) -> journal.TicketLine:
