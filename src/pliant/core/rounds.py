@@ -614,7 +614,7 @@ def _trained(
             rate = rates.follow(
                 rate, batch=batch, reference=reference, rule=rule, momentum=momentum, noise_scale=known.scale
             )
-            paying = _paying(replace(group, noise=known, training=training))
+            paying = _paying(group, training, known.scale)
         scheduled = rates.progress(rule, rate, batch=batch, reference=reference, short=short)
     number, samples = group.round + 1, group.samples + batch
     if finite and noise.is_due(known, number):
@@ -633,13 +633,15 @@ def _trained(
     )
 
 
-def _paying(group: Group) -> int | None:
+def _paying(group: Group, training: Pacing, noise_scale: float | None) -> int | None:
     """Up to how many samples a round pays, by the paces and costs of those who work."""
-    working = _working(group, group.phase)
-    if group.policy.at_most is not None or not group.overlap or not working:
+    if group.policy.at_most is not None or not group.overlap:
         return None
-    pacing, sizes = pace.seated(group.training, working), [group.phase.sizes[member] for member in working]
-    return goodput.paying(group.paying, pacing, sizes, group.policy.batch, group.noise.scale)
+    working = _working(group, group.phase)
+    if not working:
+        return None
+    sizes = [group.phase.sizes[member] for member in working]
+    return goodput.paying(group.paying, pace.seated(training, working), sizes, group.policy.batch, noise_scale)
 
 
 def _dealt(group: Group, *, spares: bool = True) -> Group:

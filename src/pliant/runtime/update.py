@@ -198,12 +198,17 @@ class Training:
         return self._constants
 
     def scheduled(self) -> list[dict[str, Any]]:
-        """What the schedule has made of each parameter group's hyper-parameters."""
-        return [{name: group[name] for name in _SCHEDULED if name in group} for group in self.optimizer.param_groups]
+        """What the schedule has made of each parameter group's hyper-parameters, for later."""
+        return [
+            # A rate that is a tensor is moved in place.
+            {name: _held(group[name]) for name in _SCHEDULED if name in group}
+            for group in self.optimizer.param_groups
+        ]
 
     def catch_up(self, gradients: dict[int, Tensor], factor: float, scheduled: list[dict[str, Any]] | None) -> None:
         """Make one past update of the parameters in ``gradients``; ``scheduled`` is what the schedule said then."""
-        before, now = [p.grad for p in self.parameters], self.scheduled()
+        before = [p.grad for p in self.parameters]
+        now = [{name: group[name] for name in _SCHEDULED if name in group} for group in self.optimizer.param_groups]
         for index, p in enumerate(self.parameters):
             p.grad = gradients.get(index)
         self._schedule(scheduled or now)
@@ -313,6 +318,10 @@ class Training:
             self.buffers.exchange()
             if away:
                 self.lookahead.exchange()  # type: ignore[union-attr]
+
+
+def _held(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _scale_of(scaler: torch.amp.GradScaler) -> scaling.Scale:
