@@ -159,13 +159,15 @@ def follow(
     k = filtered / reference
     wanted, squared = target(rule, k, reference=reference, noise_scale=noise_scale), momentum * momentum
     noise = squared * rate.noise + (1.0 - squared) / k
-    # Judged by what the buffer still carries: many small rises in a row are as noisy as a large one.
-    if not rule.ramps or wanted <= rate.factor or k * noise <= _EXCESS:
+    # Judged by what the buffer still carries: many small rises in a row are as noisy as a large one. AdaScale's target
+    # also rises with what it learns, while the batch stands still: more than a little of that takes its time, too.
+    harmless = k * noise <= _EXCESS and (rule.name != "adascale" or wanted <= _EXCESS * rate.factor)
+    if not rule.ramps or wanted <= rate.factor or harmless:
         return Rate(wanted, filtered, 0.0, noise)
     # A ramp keeps its first slope: dividing what is left anew each round would never arrive.
     step = max(rate.step, (wanted - rate.factor) / ramp_rounds(wanted, rate.factor, momentum))
     # A target that moves while the ramp runs can make it too steep; the noise itself is the bound.
-    ceiling = wanted * math.sqrt(_EXCESS / (k * noise))
+    ceiling = wanted * min(1.0, math.sqrt(_EXCESS / (k * noise)))
     return Rate(min(rate.factor + step, max(rate.factor, ceiling)), filtered, step, noise)
 
 
