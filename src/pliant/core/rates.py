@@ -3,7 +3,7 @@
 Question  By which factor is the schedule's rate multiplied in this round?
 Holds     A fixed batch always has factor 1. A rising factor is ramped, because the momentum buffer still
           carries the noise of the old batch; a falling one takes effect at once. The ramp works on whatever target
-          the rule gives. No rule asks for more than the batch has grown by.
+          the rule gives, and that lies between 1 and the batch in reference batches.
 Source    Dynamic mini-batch SGD (Lin et al. 2019, eq. 6) for the ramp; its length from the noise recursion
           U ← μ²U + (1−μ²)/k (PAPERS §1, ours); sqrt rule for Adam and its moments (Malladi et al. 2022);
           AdaScale's gain (Johnson et al. 2020) in the form for unequal shares (ours). docs/design/0008-rates.md.
