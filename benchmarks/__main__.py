@@ -53,9 +53,15 @@ def _overheads(quick: bool, only: list[str], say: harvest.Say) -> tuple[Results,
     facts = machine()
     runs = overhead.measure(schedule, parts, say)
     memory = overhead.measure_memory(schedule, parts, say)
-    systems = {"alone": overhead.ALONE, "pair": overhead.PAIR, "memory": overhead.MEMORY}
+    trials = overhead.measure_statistics(schedule, parts, say)
+    systems = {
+        "alone": overhead.ALONE,
+        "pair": overhead.PAIR,
+        "memory": overhead.MEMORY,
+        "statistics": ("pliant", "statistics"),
+    }
     asked = frozenset({*(name for part in parts for name in systems[part]), "small", "large", "real"})
-    return Results("overhead", quick, facts, runs, memory), asked
+    return Results("overhead", quick, facts, runs, memory, trials), asked
 
 
 def _recoveries(quick: bool, only: list[str], say: harvest.Say) -> tuple[Results, frozenset[str]]:

@@ -1,17 +1,18 @@
 """The overhead: what Pliant costs where there is nothing to gain.
 
 Question  How fast is one worker beside a plain PyTorch loop, two equal ones beside DDP on both cores,
-          and how much memory do the tensors take beyond the plain loop's?
+          how much memory do the tensors take beyond the plain loop's, and what do statistics add to a round?
 Holds     No device is emulated. Systems that are compared run one right after the other, in turn.
 """
 
 import time
 from dataclasses import dataclass
 
+from benchmarks import statistics
 from benchmarks.clusters import REAL, Plan, phases
 from benchmarks.harvest import Say, figures
 from benchmarks.processes import SYSTEMS, Failure, run_set
-from benchmarks.results import Memory, Run
+from benchmarks.results import Memory, Run, Trial
 
 ALONE = ("plain", "pliant_alone")
 PAIR = ("ddp", "pliant_fixed", "pliant_floating")
@@ -27,17 +28,18 @@ class Schedule:
 
     alone_repeats: int
     pair_repeats: int
+    statistics_repeats: int
     warm_up_s: float
     window_s: float
 
 
-FULL = Schedule(alone_repeats=9, pair_repeats=7, warm_up_s=2.0, window_s=8.0)
-QUICK = Schedule(alone_repeats=5, pair_repeats=5, warm_up_s=1.0, window_s=4.0)
+FULL = Schedule(alone_repeats=9, pair_repeats=7, statistics_repeats=3, warm_up_s=2.0, window_s=8.0)
+QUICK = Schedule(alone_repeats=5, pair_repeats=5, statistics_repeats=1, warm_up_s=1.0, window_s=4.0)
 
 
 def selection(only: list[str]) -> tuple[str, ...]:
-    """Which of the three parts to measure."""
-    parts = ("alone", "pair", "memory")
+    """Which of the four parts to measure."""
+    parts = ("alone", "pair", "memory", "statistics")
     if unknown := set(only) - set(parts):
         raise ValueError(f"unknown in --only: {', '.join(sorted(unknown))}")
     return tuple(part for part in parts if part in only) or parts
@@ -68,6 +70,11 @@ def measure(schedule: Schedule, parts: tuple[str, ...], say: Say) -> tuple[Run, 
         plan = Plan(PAIR_MODEL, 2, PAIR_BATCH, stretch)
         runs += [_run(system, plan, repeat, say) for system in PAIR]
     return tuple(runs)
+
+
+def measure_statistics(schedule: Schedule, parts: tuple[str, ...], say: Say) -> tuple[Trial, ...]:
+    """What the norms and estimates of the gradient's noise cost."""
+    return statistics.measure(schedule.statistics_repeats, ("small", "large"), say) if "statistics" in parts else ()
 
 
 def measure_memory(schedule: Schedule, parts: tuple[str, ...], say: Say) -> tuple[Memory, ...]:

@@ -130,6 +130,21 @@ def _memory_sheets(results: Results) -> list[Sheet]:
     return [Sheet("Memory, large model", columns, tuple(rows))]
 
 
+def _statistics_sheets(results: Results) -> list[Sheet]:
+    rows = [
+        (
+            trial.model,
+            str(trial.repeat),
+            f"{trial.figures['rounds']:.0f}",
+            f"{100 * trial.figures['added']:+.2f} ± {100 * trial.figures['half']:.2f} %",
+        )
+        for trial in results.trials
+        if trial.act == "statistics"
+    ]
+    columns = ("model", "repeat", "rounds with and without", "added CPU seconds [95 %]")
+    return [Sheet("Cost of statistics, as a share of a round", columns, tuple(rows))] if rows else []
+
+
 # Columns per table of the recovery: act, title, figure and heading; times in seconds.
 RECOVERY = (
     ("kill", "From SIGKILL to the next update (s)", (("next_update_s", "next update"), ("usual_gap_s", "usual gap"))),
@@ -190,7 +205,7 @@ def sheets(results: Results) -> list[Sheet]:
         return [sheet for model in models for sheet in _harvest_sheets(results, model)]
     if results.benchmark == "recovery":
         return _recovery_sheets(results)
-    return _overhead_sheets(results) + _memory_sheets(results)
+    return _overhead_sheets(results) + _memory_sheets(results) + _statistics_sheets(results)
 
 
 def verdict_sheet(title: str, words: tuple[str, str], verdicts: list[Verdict]) -> Sheet:

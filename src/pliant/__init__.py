@@ -3,6 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
+from pliant import rates
 from pliant.errors import JournalError, Left, NonFiniteLoss, PliantError, Refused, RunEnded, UsageError
 from pliant.runtime.environment import is_worker as _is_worker
 
@@ -23,6 +24,7 @@ __all__ = [
     "RunEnded",
     "UsageError",
     "join",
+    "rates",
 ]
 
 

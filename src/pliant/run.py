@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from pliant import data, settings
 from pliant.core.ledger import samples_of
+from pliant.core.rates import Rule
 from pliant.core.rounds import Past
 from pliant.core.tickets import Kind
 from pliant.errors import PliantError, UsageError, boundary, without_own_frames
@@ -45,7 +46,7 @@ def join(
     batch: int | settings.Floating,
     delay: int | str = "auto",
     correction: str = "lookahead",
-    rates: str | None = None,
+    rates: str | Rule | None = None,
     scheduler: Any | None = None,
     schedule_by: str = "batch",
     clip_norm: float | None = None,
@@ -58,13 +59,16 @@ def join(
 ) -> Run:
     """Train ``model`` together with all workers of the job, or alone if no job is named in the environment.
 
-    batch         samples per update: a whole number, or ``pliant.Floating(reference=…, at_most=…)``
+    batch         samples per update: a whole number, or ``pliant.Floating(reference=…, at_most=…)``; without
+                  ``at_most`` rounds are bounded where more samples stop paying
     delay         1: the next gradients are computed while the last ones are summed; 0: synchronous; ``"auto"``: 0 where
                   that is within 3 % of the speed of 1, as measured while training
     correction    what mends the delay: ``"lookahead"`` or ``"none"``
-    rates         how the learning rate follows an open batch: ``"linear"`` (SGD), ``"sqrt"`` (Adam), ``"constant"``
+    rates         how the learning rate follows an open batch: ``"linear"`` (default), ``"sqrt"`` (default for Adam and
+                  AdamW), ``"adascale"``, ``"constant"``, or an object of ``pliant.rates``; rises are ramped
     scheduler     a torch LR scheduler written for the reference batch, advanced by samples (``schedule_by="epoch"``:
-                  once per epoch); do not step it yourself
+                  once per epoch; AdaScale: by what they were worth); ReduceLROnPlateau follows the result of every
+                  ``evaluate`` outside of a loop over batches. Do not step it yourself
     clip_norm     bound on the norm of the group's gradient
     scaler        a ``torch.amp.GradScaler`` for float16
     state         objects with ``state_dict``, or plain values: equal on all workers from the start, ``run.state``
@@ -100,6 +104,7 @@ def join(
             scheduler=scheduler,
             schedule_by=schedule_by,
             scaler=scaler,
+            moments=resolved.policy.rule.moments,
         )
 
     offer = Offer(
@@ -187,6 +192,24 @@ class Run:
     def rate(self) -> float:
         """The learning rate of the last update, first parameter group."""
         return self._worker.applied_rate
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The batch, in samples, at which half of the gradient's square is noise: up to it more samples pay.
+
+        None until rounds with two or more contributors have shown it; infinite where no signal can be told from noise.
+        """
+        return self._worker.group.noise.scale
+
+    @property
+    def efficiency(self) -> float | None:
+        """What a sample brings the training on, beside one in a round of the reference batch; None while unknown."""
+        return self._worker.group.efficiency
+
+    @property
+    def scheduled(self) -> float:
+        """The samples that the schedule has counted: ``samples``, or with AdaScale what they were worth."""
+        return self._worker.group.scheduled
 
     @property
     def loss(self) -> float | None:

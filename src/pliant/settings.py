@@ -14,17 +14,20 @@ from torch import nn
 from torch.optim import LBFGS, Adam, AdamW, Optimizer, SparseAdam
 
 from pliant.core import overlap
-from pliant.core.rates import RULES
+from pliant.core import rates as rules
+from pliant.core.rates import Rule
 from pliant.core.rounds import Policy
 from pliant.errors import UsageError
+from pliant.runtime.update import momentum_of
 
 
 @dataclass(frozen=True, slots=True)
 class Floating:
     """An open batch: whatever the workers manage while the last sum is in flight.
 
-    ``reference`` is the batch the learning rate was chosen for; ``at_most`` bounds the samples of one round. A worker
-    alone, and rounds without delay, use ``reference`` as a fixed batch: there is no sum to compute beside.
+    ``reference`` is the batch the learning rate was chosen for; ``at_most`` bounds the samples of one round. Without it
+    rounds are bounded where more samples stop paying, once the noise of the gradients is known. A worker alone, and
+    rounds without delay, use ``reference`` as a fixed batch: there is no sum to compute beside.
     """
 
     reference: int
@@ -49,7 +52,7 @@ class Settings:
         return {
             "batch": f"Floating({policy.batch}, at_most={policy.at_most})" if policy.floating else str(policy.batch),
             "delay": "auto" if policy.delay == overlap.AUTO else str(policy.delay),
-            "rates": policy.rule,
+            "rates": str(policy.rule),
             "correction": self.correction,
             "clip_norm": str(self.clip_norm),
             "schedule_by": self.schedule_by,
@@ -70,7 +73,7 @@ def resolved(
     batch: int | Floating,
     delay: int | str,
     correction: str,
-    rates: str | None,
+    rates: str | Rule | None,
     clip_norm: float | None,
     schedule_by: str,
     seed: int,
@@ -84,9 +87,7 @@ def resolved(
     _one_of("delay", delay, ("auto", 1, 0))
     _one_of("correction", correction, ("lookahead", "none"))
     _one_of("schedule_by", schedule_by, ("batch", "epoch"))
-    adam = isinstance(optimizer, Adam | AdamW)
-    rule = rates if rates is not None else ("sqrt" if adam else "linear")
-    _one_of("rates", rule, tuple(RULES))
+    rule = _rule(rates, optimizer)
     if clip_norm is not None and not clip_norm > 0:
         raise UsageError(f"clip_norm is {clip_norm}: give a positive number, or leave it out")
     if not dead_after >= _LEAST_DEAD_AFTER_S:
@@ -97,7 +98,7 @@ def resolved(
         at_most=at_most,
         delay=overlap.AUTO if delay == "auto" else int(delay),
         rule=rule,
-        momentum=_momentum(optimizer),
+        momentum=momentum_of(optimizer),
     )
     return Settings(
         policy=policy,
@@ -121,10 +122,16 @@ def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         raise UsageError(f"{name} is {value!r}: choose one of {', '.join(map(repr, allowed))}")
 
 
-def _momentum(optimizer: Optimizer) -> float:
-    """The share of old gradients in a step: SGD's momentum, Adam's first beta."""
-    group = optimizer.param_groups[0]
-    return float(group["momentum"] if "momentum" in group else group.get("betas", (0.0,))[0])
+def _rule(rates: Any, optimizer: Optimizer) -> Rule:
+    """What the user asks for, or what suits the optimizer."""
+    adam = isinstance(optimizer, Adam | AdamW)
+    rule = rules.of(("sqrt" if adam else "linear") if rates is None else rates)
+    if rule.moments and not adam:
+        raise UsageError(
+            f"rates is {rule} but the optimizer is {type(optimizer).__name__}: only Adam and AdamW have those moments, "
+            "leave moments=True out"
+        )
+    return rule
 
 
 def check_model(model: nn.Module, optimizer: Optimizer) -> None:

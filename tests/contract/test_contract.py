@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import pliant
-from pliant.core.rates import RULES
+from pliant.core.rates import NAMES, Rule, target
 from pliant.testing import Together, together
 
 SAMPLES, EPOCHS, RATE, REFERENCE = 203, 2, 0.05, 32
@@ -24,7 +25,7 @@ SIZES = (16, 7, 5)
 FIXED, OPEN, BOUNDED = REFERENCE, pliant.Floating(REFERENCE), pliant.Floating(REFERENCE, at_most=64)
 CASES = [
     *itertools.product((1, 0), ("lookahead", "none"), (FIXED,), ("linear",)),
-    *itertools.product((1, 0), ("lookahead", "none"), (OPEN, BOUNDED), RULES),
+    *itertools.product((1, 0), ("lookahead", "none"), (OPEN, BOUNDED), NAMES),
 ]
 
 
@@ -37,10 +38,14 @@ def one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_rule_is_one_at_the_reference_positive_and_monotone(rule: str) -> None:
-    factors = [RULES[rule](2.0**exponent) for exponent in range(-10, 11)]
-    assert RULES[rule](1.0) == 1.0
+@pytest.mark.parametrize("rule", NAMES)
+@pytest.mark.parametrize("noise_scale", [None, 0.0, 3.0, 1e9, math.inf])
+def test_a_rule_is_one_at_the_reference_positive_and_monotone(rule: str, noise_scale: float | None) -> None:
+    def factor(k: float) -> float:
+        return target(Rule(rule), k, reference=REFERENCE, noise_scale=noise_scale)
+
+    factors = [factor(2.0**exponent) for exponent in range(-10, 11)]
+    assert factor(1.0) == 1.0
     assert all(factor > 0.0 for factor in factors)
     assert factors == sorted(factors)
     # Never faster than the batch: an update on twice the samples is at most twice as long.

@@ -250,6 +250,7 @@ class VirtualWorker:
         self._stack: list[Call] = []
         self._calls = self._nested = 0
         self._sum_s = 0.0
+        self._measured = (0, 0.0)
 
     def found(self, channel: Channel) -> None:
         self.channel = channel
@@ -532,6 +533,9 @@ class VirtualWorker:
             exchange=group.exchange,
             plan_term=plan_term,
             plan_era=plan_era,
+            momentum=group.policy.momentum,
+            measured_round=self._measured[0],
+            measured_norm=self._measured[1],
         )
 
     def _readiness(self) -> Flag:
@@ -571,6 +575,8 @@ class VirtualWorker:
             idle_s=mine.idle_s,
             sum_s=self._sum_s,
             loss_sum=mine.loss,
+            # A signal of 1 and a noise scale of 50 samples, were it not for chance.
+            squared_norm=1.0 + 50.0 / mine.samples * (0.8 + 0.1 * (self.group.round % 5)) if mine.samples else 0.0,
         )
         self._flight = Flight(self._post(ticket, sums=True), mine.micro_batches, self.now_s, self.leaving)
         self._contribution = Contribution(self.now_s)
@@ -596,6 +602,8 @@ class VirtualWorker:
         at_once = before.overlap and not outcome.ended and outcome.plan is None and not flight.closed
         if at_once and self._hands_in_at_once():
             self._hand_in(following)
+        if outcome.measures:
+            self._measured = outcome.round, 1.0 + 50.0 / outcome.batch * (0.7 + 0.15 * (outcome.round % 5))
         self.witness.settled(self.group, outcome, gathered, 0.1 * outcome.factor)
         took_part = tuple(a or t.samples > 0 for a, t in zip(before.phase.took_part, gathered, strict=True))
         self.outcomes.append((outcome, took_part, where))

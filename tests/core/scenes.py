@@ -8,6 +8,7 @@ from driver import Break, Call, Change, Scene
 from hypothesis import strategies as st
 
 from pliant.core import overlap
+from pliant.core.rates import RULES
 from pliant.core.rounds import Policy
 from pliant.core.tickets import Kind
 
@@ -19,11 +20,13 @@ LENGTHS = st.one_of(st.integers(0, 12), st.integers(13, 700))
 def policies(draw: st.DrawFn, members: int) -> Policy:
     batch = draw(st.integers(1, 96))
     delay = draw(st.sampled_from([1, 1, 0, overlap.AUTO]))
+    # Of the batch, not drawn: examples stay what they were before there were so many rules.
+    rule = list(RULES.values())[batch % len(RULES)]
     kind = draw(st.sampled_from(["fixed", "floating", "bounded"]))
     if kind == "fixed":
-        return Policy(batch, delay=delay, trial=1, momentum=0.9)
+        return Policy(batch, delay=delay, trial=1, momentum=0.9, rule=rule)
     at_most = draw(st.integers(1, 8 * members)) if kind == "bounded" else None
-    return Policy(batch, floating=True, at_most=at_most, delay=delay, trial=1, momentum=0.9)
+    return Policy(batch, floating=True, at_most=at_most, delay=delay, trial=1, momentum=0.9, rule=rule)
 
 
 @st.composite

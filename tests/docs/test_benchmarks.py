@@ -14,6 +14,7 @@ from benchmarks.recovery.schedule import selection
 from benchmarks.recovery.stamps import Stamps, Step, Trace, Traces, View
 from benchmarks.report import markdown, sheets
 from benchmarks.results import Figures, Machine, Memory, Results, Run, Trial, machine, read, write
+from benchmarks.statistics import STRETCH, WARM_UP, added, stretch_of
 from benchmarks.systems.oracle import shares
 from benchmarks.worker import Span, count
 
@@ -47,6 +48,8 @@ def test_every_target_of_the_table_is_there_with_its_number() -> None:
     assert [target.margin for target in read_targets().target if target.kind == "not_below"] == [0.02]
     bounds = [(t.act, t.model, t.figure, t.of, t.at_most) for t in read_targets().target if t.kind == "bounded"]
     assert bounds == [
+        ("statistics", "small", "added", "median", 0.01),
+        ("statistics", "large", "added", "median", 0.01),
         ("kill", "small", "next_update_s", "median", 0.2),
         ("kill", "small", "next_update_s", "worst", 0.5),
         ("stop", "small", "next_update_s", "worst", 1.5),
@@ -248,3 +251,13 @@ def test_the_slow_link_is_measured_only_when_asked_for() -> None:
     assert "torchft_tight" in selection(["kill"]).asked and "torchft_tight" not in selection(["pliant"]).asked
     with pytest.raises(ValueError, match="unknown in --only: b"):
         selection(["b"])
+
+
+def test_the_cost_of_statistics_is_the_difference_of_neighbouring_stretches() -> None:
+    """A machine that slows down steadily, and rounds that cost 2 % more where they are measured."""
+    clock, seen = 0.0, dict[int, float]()
+    for number in range(1, WARM_UP + 80 * STRETCH):
+        clock += (1.0 + number * 1e-5) * (1.02 if stretch_of(number) % 2 == 0 else 1.0)
+        seen[number] = clock
+    share, half, rounds = added(seen)
+    assert math.isclose(share, 0.02, abs_tol=0.001) and half < 0.001 and rounds >= 36 * STRETCH

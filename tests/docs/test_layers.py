@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "pliant"
 
 BOTTOM = {"types", "errors"}
 SIBLINGS = {"core", "control", "tensors"}
-USER_SIDE = {"run", "data", "settings"}
+USER_SIDE = {"run", "data", "rates", "settings"}
 ALLOWED = {
     "types": set[str](),
     "errors": set[str](),

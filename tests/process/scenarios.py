@@ -48,6 +48,7 @@ class Scenario:
     workers: int = 3
     settings: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "sgd"
+    schedule: str = "lambda"
     nested: bool = False
     loaders: int = 0
     dead_after: float = 1.0

@@ -59,6 +59,15 @@ SCENARIOS = {
         until=("drew-w0.3",),
         nested=True,
     ),
+    "a schedule that follows results": Scenario(
+        [
+            fault("w1", "evaluate", "kill", *ALL),
+            fault("w0", "between", "kill", "drew-w1.2"),
+        ],
+        until=("drew-w0.2",),
+        settings={"floating": 24},
+        schedule="plateau",
+    ),
     "before it joins": Scenario(
         [
             fault("w1", "forward", "kill", "drew-w0", "drew-w1"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -137,6 +138,10 @@ def test_the_status_follows_the_journal() -> None:
     assert status.samples_per_s == 0.0 and status.result == 0.75
     assert re.search(r"epoch 2/4 50% · .* · batch 10 · rate 0\.1 · loss 0\.2500 · ", progress.line(status))
     assert "1 spare" in progress.line(status) and "1 skipped" in progress.line(status)
+    told = msgspec.structs.replace(round_record(5, [6, 4, 0]), measured=(3, 0.5), noise_scale=1234.5)
+    tally.add(told, 60.0)
+    tally.add(round_record(6, [6, 4, 0]), 60.0)
+    assert "batch 10 · noise 1,234 · rate" in progress.line(status)
 
 
 def test_a_log_gets_plain_lines() -> None:

@@ -77,13 +77,20 @@ def _rounds_ahead(share: Sequence[int], sizes: Sequence[int], ahead: Sequence[in
     return min(max(rounds, default=0), _MOST_ROUNDS_AHEAD)
 
 
-def floating(ledger: Ledger, pacing: Pacing, at_most: int | None, sizes: Sequence[int], ahead: Sequence[int]) -> Ledger:
+def floating(
+    ledger: Ledger,
+    pacing: Pacing,
+    at_most: int | None,
+    sizes: Sequence[int],
+    ahead: Sequence[int],
+    paying: int | None = None,
+) -> Ledger:
     """Deal every worker enough to stay busy until the tickets of the next round are in."""
     ledger = positions.take_back(ledger)
     members = len(sizes) if at_most is None else min(len(sizes), at_most)
     paces = _attainable(pacing, at_most, members)
     # A round will last as long as the last ones did, or as its cost demands.
-    round_s = max(pacing.round_s, patience_s(pacing, sizes))
+    round_s = max(pacing.round_s, patience_s(pacing, sizes, paying))
     sizes = micro_batch_sizes(pacing, at_most, sizes)
     held = [hand.granted_samples for hand in ledger.hands[:members]]
     parts = without_crumbs(entitlements(ledger.free, held, paces), paces)
@@ -152,15 +159,18 @@ def micro_batch_sizes(pacing: Pacing, at_most: int | None, sizes: Sequence[int])
     )
 
 
-def patience_s(pacing: Pacing, sizes: Sequence[int]) -> float:
+def patience_s(pacing: Pacing, sizes: Sequence[int], paying: int | None = None) -> float:
     """How long a contribution to an open batch lasts at least, so that a round's own cost stays small beside it.
 
-    Bounded by a few micro-batches of the fastest worker: updates are to stay frequent where they are dear.
+    Bounded by a few micro-batches of the fastest worker: updates are to stay frequent where they are dear; and by the
+    time that ``paying`` samples take, where more of them in a round would not pay.
     """
     if not pacing.measured:
         return 0.0
-    fastest_s = min(size / pace for size, pace in zip(sizes, pacing.paces(), strict=True))
-    return min(pacing.cost_s / _COST_SHARE, _PATIENT_MICRO_BATCHES * fastest_s)
+    paces = pacing.paces()
+    fastest_s = min(size / pace for size, pace in zip(sizes, paces, strict=True))
+    patience = min(pacing.cost_s / _COST_SHARE, _PATIENT_MICRO_BATCHES * fastest_s)
+    return patience if paying is None else min(patience, paying / math.fsum(paces))
 
 
 def contribution_limits(pacing: Pacing, at_most: int, members: int) -> tuple[int, ...]:

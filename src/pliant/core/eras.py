@@ -97,7 +97,7 @@ def with_era_of(state: Roster, worker: Worker, era: int, exchange: int, active: 
     state = with_standing(state, worker, member)
     # A new coordinator may hear of eras that are not in the journal yet.
     if era > state.last_era:
-        state = replace(state, last_era=era)
+        state = replace(state, last_era=era, hearsay=True)
         if isinstance(state.course, Steady):
             state = replace(state, course=replace(state.course, era=era))
         elif isinstance(state.course, Idle) and isinstance(state.stage, Gathering):
@@ -160,7 +160,7 @@ def moved(state: Roster, now_s: float) -> Step:
 
 def _halted(state: Roster, now_s: float) -> Step:
     """End the era if a member of it is lost, or if its members cannot reach each other."""
-    course, reason = state.course, state.broken or _failure(state, now_s)
+    course, reason = state.course, state.broken or _failure(state, now_s) or _uncertainty(state, now_s)
     state = replace(state, broken="")
     if not reason or isinstance(course, Idle | Halting):
         return state, ()
@@ -175,7 +175,7 @@ def _halted(state: Roster, now_s: float) -> Step:
     # does not know which attempts there were.
     attempt = state.last_attempt + 1 if state.last_attempt and len(to) > 1 else 0
     course = Halting(state.last_era, course.floor, reason, now_s, attempt, to if attempt else ())
-    state = replace(state, course=course, last_attempt=max(state.last_attempt, attempt))
+    state = replace(state, course=course, hearsay=False, last_attempt=max(state.last_attempt, attempt))
     return state, (BreakEra(course.era, reason, to, attempt, course.roster),) if to else ()
 
 
@@ -185,6 +185,13 @@ def _failure(state: Roster, now_s: float) -> str:
         if member.stopped_s is not None and now_s - member.stopped_s >= SUSPICION_S:
             return f"{worker.name} could not go on with the others ({member.failed or 'it lost its coordinator'})"
     return ""
+
+
+def _uncertainty(state: Roster, now_s: float) -> str:
+    """Who was in an era that began right before its coordinator died is asked anew, when all who live have come."""
+    if not state.hearsay or now_s < state.trusting_until_s or not isinstance(state.course, Steady):
+        return ""
+    return f"nobody knows who else was in era {state.last_era}"
 
 
 def _formed(state: Roster, now_s: float) -> Step:

@@ -59,6 +59,7 @@ class PolicyRecord(msgspec.Struct, frozen=True, tag="policy", tag_field="kind"):
     at_most: int | None
     delay: int
     rule: str
+    """as ``core.rates.Rule`` writes itself"""
     momentum: float
     samples_limit: int | None = None
     trial: int = 0
@@ -123,6 +124,14 @@ class RoundRecord(msgspec.Struct, frozen=True, tag="round", tag_field="kind", om
     """was decided anew: in force from here on, until something changes"""
     harvests: tuple[float | None, float | None] | None = None
     """why: what the group made of its workers with delay 0 and 1"""
+    momentum: float | None = None
+    """in force, where a scheduler has moved it"""
+    measured: tuple[int, float] | None = None
+    """an earlier round and the squared norm of its mean gradient, as the tickets brought it"""
+    noise_scale: float | None = None
+    """after that; only then, and only where it is known and finite"""
+    scheduled_total: float | None = None
+    """where it is not ``samples_total``: what the schedule has counted (AdaScale)"""
 
     @property
     def skipped(self) -> bool:

@@ -348,6 +348,8 @@ class Roster:
     """beats say who holds the state: a newcomer does not until its own say so"""
     broken: str = ""
     """why the era cannot go on; empty: it can"""
+    hearsay: bool = False
+    """the era is known from its members alone: whoever died before this coordinator came may have been one of them"""
     patient_until_s: float = 0.0
     """until then nobody is lost for being silent"""
     trusting_until_s: float = 0.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pliant.core import dealing, rounds
+from pliant.core import dealing, rates, rounds
 from pliant.core.journal import (
     EndRecord,
     EraRecord,
@@ -47,6 +47,8 @@ class Replay:
         """the contributions in progress were made up after somebody went: a crumb may be missing, or all of it"""
         self._regrouped = False
         """what survivors kept, of one contribution or the next, may be more than a batch"""
+        self._departed = False
+        """somebody has gone with samples in its hand: the contribution in progress may lack them"""
         self._lost = False
 
     def take(self, record: Record) -> list[str]:
@@ -84,6 +86,12 @@ class Replay:
                 return [f"{where}: has entries, but there was no era to come from"]
             self._group = rounds.founded(_UNKNOWN, record.era, roster)
         elif record.entries is None:
+            self._departed = any(
+                hand.queue
+                for phase in group.open
+                for worker, hand in zip(group.roster, phase.ledger.hands, strict=True)
+                if worker not in roster
+            )
             self._group = rounds.switched(group, record.era, roster)
         else:
             entries = [Entry(each.active, tuple(each.dropped), tuple(each.kept)) for each in record.entries]
@@ -99,13 +107,16 @@ class Replay:
     def _agree(self, record: PolicyRecord) -> list[str]:
         if self._group is None:
             return ["the policy is written before the first era"]
+        rule = rates.RULES.get(record.rule)
+        if rule is None:
+            return [f"the policy's rule is {record.rule!r}, which this Pliant does not know"]
         policy = Policy(
             batch=record.batch,
             floating=record.floating,
             at_most=record.at_most,
             delay=record.delay,
             trial=record.trial,
-            rule=record.rule,
+            rule=rule,
             momentum=record.momentum,
         )
         if self._group.open and policy != self._group.policy:
@@ -167,6 +178,8 @@ class Replay:
             if not 0 <= member < len(tickets) or not tickets[member].flags & Flag.READY or size < 1:
                 return [f"{where}: member {member} cannot enter with micro-batches of {size}"]
             tickets[member] = replace(tickets[member], size=size, ahead=ahead)
+        if isinstance(record, RoundRecord):
+            tickets = _with_measures(record, tickets)
         for worker, hand, ticket in zip(group.roster, phase.ledger.hands, tickets, strict=True):
             if not 0 <= ticket.micro_batches <= hand.granted:
                 return [f"{where}: {worker} drew {ticket.micro_batches} micro-batches, {hand.granted} were granted"]
@@ -181,9 +194,11 @@ class Replay:
             self._ended = outcome
         problems = _differences(record, outcome)
         if isinstance(record, RoundRecord):
+            problems += _measures(record, self._group)
             if not group.policy.floating and not outcome.ended and record.batch != group.policy.batch:
                 problems += self._short(record, group)
             self._lacking, self._regrouped = Standing.LEAVING in self._group.standings, False
+            self._departed = False
         return [f"{where}: {text}" for text in problems]
 
     def _short(self, record: RoundRecord, group: Group) -> list[str]:
@@ -191,7 +206,7 @@ class Replay:
         lacking = group.policy.batch - record.batch
         if self._lacking and (0 < lacking < dealing.LEAST or record.batch == 0):
             return []
-        if self._regrouped and lacking < 0:
+        if (self._regrouped and lacking < 0) or (self._departed and lacking > 0):
             return []
         if _may_be_small(group, record) and lacking > 0:
             return []
@@ -233,6 +248,18 @@ def _ticket(group: Group, kind: Kind, line: TicketLine) -> Ticket:
         squared_norm=line.squared_norm,
         scale=line.scale,
     )
+
+
+def _with_measures(record: RoundRecord, tickets: list[Ticket]) -> list[Ticket]:
+    """The tickets with what a round's record says once for all of them: here the first one who speaks says it."""
+    speaking = [member for member, ticket in enumerate(tickets) if not ticket.flags & Flag.FOLLOWING]
+    says = speaking[0] if speaking else 0
+    if record.momentum is not None:
+        tickets[says] = replace(tickets[says], momentum=record.momentum)
+    if record.measured is not None:
+        number, square = record.measured
+        tickets[says] = replace(tickets[says], measured_round=number, measured_norm=square)
+    return tickets
 
 
 # Making a flag of a number takes longer than the rest of a ticket.
@@ -286,8 +313,21 @@ def _differences(record: RoundRecord | ExchangeRecord, outcome: Settled) -> list
         delay = outcome.verdict.delay if outcome.verdict else None
         if record.delay != delay:
             problems.append(f"delay is {record.delay}, the decision code says {delay}")
+        if record.measured != outcome.measured:
+            problems.append(f"the norm {record.measured} is taken in, the decision code says {outcome.measured}")
         if record.applied != outcome.applied:
             problems.append(f"applied is {record.applied}, the decision code says {outcome.applied}")
+    return problems
+
+
+def _measures(record: RoundRecord, group: Group) -> list[str]:
+    """Where they disagree about what was learned so far."""
+    problems: list[str] = []
+    if record.noise_scale is not None and record.noise_scale != group.noise.scale:
+        problems.append(f"noise scale is {record.noise_scale!r}, the decision code says {group.noise.scale!r}")
+    scheduled = float(record.samples_total) if record.scheduled_total is None else record.scheduled_total
+    if scheduled != group.scheduled:
+        problems.append(f"the schedule is at {scheduled!r} samples, the decision code says {group.scheduled!r}")
     return problems
 
 

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pliant.core import dealing, ledger, overlap, pace, rates
+from pliant.core import dealing, goodput, ledger, noise, overlap, pace, rates
 from pliant.core.ledger import Ledger
 from pliant.core.pace import Pacing
 from pliant.core.shares import apportion, cut
@@ -41,7 +41,7 @@ class Policy:
     """1, 0 or ``overlap.AUTO``"""
     trial: int = overlap.TRIAL
     """with the latter: rounds for which a delay is tried"""
-    rule: str = "linear"
+    rule: rates.Rule = rates.LINEAR
     momentum: float = 0.0
 
 
@@ -113,6 +113,11 @@ class Group:
     rate: rates.Rate = field(default_factory=rates.Rate)
     choice: overlap.Choice = field(default_factory=overlap.Choice)
     """which delay is in force, where that is decided from round to round"""
+    scheduled: float = 0.0
+    """samples by which the schedule has moved on: those of ``samples``, under AdaScale what they were worth"""
+    noise: noise.Noise = field(default_factory=noise.Noise)
+    paying: int | None = None
+    """up to how many samples a round of an open batch pays, where the user sets no bound; None: any, or not known"""
     skipped: int = 0
     skipped_in_a_row: int = 0
     training: Pacing = field(default_factory=lambda: pace.unmeasured(1))
@@ -141,6 +146,25 @@ class Group:
     def overlaps(self, kind: Kind) -> bool:
         """The same for a phase of another kind."""
         return len(self.roster) > 1 and (self.delay == 1 or kind is Kind.EVALUATE)
+
+    @property
+    def at_most(self) -> int | None:
+        """How many samples a round of an open batch may have.
+
+        Where more than so many stop paying, rounds end by then (``allowance``); up to twice as many a round may take
+        in, lest a fast worker waits for a slow one.
+        """
+        if self.policy.at_most is not None or self.paying is None:
+            return self.policy.at_most
+        return 2 * self.paying
+
+    @property
+    def efficiency(self) -> float | None:
+        """What a sample is worth beside one in a round of the reference batch; None while unknown."""
+        scale = self.noise.scale
+        if scale is None:
+            return None
+        return goodput.efficiency(self.rate.batch or self.policy.batch, self.policy.batch, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +197,12 @@ class Settled:
     """(term, era) of the planned era that begins after this exchange"""
     verdict: overlap.Verdict | None = None
     """the delay was decided anew"""
+    momentum: float = 0.0
+    """in force, by the first who speaks"""
+    measures: bool = False
+    """the norm of the mean gradient is to be taken, for a later ticket"""
+    measured: tuple[int, float] | None = None
+    """(round, squared norm of its mean gradient) that the tickets have brought"""
 
 
 def founded(policy: Policy, era: int, roster: Sequence[WorkerId]) -> Group:
@@ -187,7 +217,8 @@ def digest(group: Group) -> int:
     cursor = group.phase.ledger.cursor if group.open else -1
     limit = -1 if group.samples_limit is None else group.samples_limit
     counters = (group.era, group.round, group.phases, group.samples, cursor, limit, group.delay)
-    return zlib.crc32(struct.pack("<qqqqqqqd", *counters, group.rate.factor) + bytes(group.standings))
+    measures = (group.rate.factor, group.scheduled, group.noise.variance, group.noise.signal)
+    return zlib.crc32(struct.pack("<qqqqqqqdddd", *counters, *measures) + bytes(group.standings))
 
 
 def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
@@ -250,10 +281,11 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
     if phase.kind is Kind.EVALUATE:
         phase = replace(phase, total=phase.total + total, count=phase.count + weight)
         group = replace(group, evaluating=pace.measure(group.evaluating, tickets))
-        finite = True
+        finite, told, momentum = True, None, 0.0
     else:
         finite = not any(ticket.flags is not _NONE and ticket.flags & Flag.NONFINITE for ticket in tickets)
-        group = _trained(group, tickets, batch, finite=finite, short=short)
+        told, momentum = noise.told(group.noise, tickets), _momentum(group, tickets)
+        group = _trained(group, tickets, told, momentum, finite=finite, short=short)
     result = phase.total / phase.count if phase.kind is Kind.EVALUATE and phase.count else None
     group, phase = _moved(replace(group, exchange=group.exchange + 1), phase, tickets)
     outcome = Settled(
@@ -272,6 +304,9 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         cut=ledger.unspent(phase.ledger) if ended else (),
         result=result,
         plan=agreed_plan(group, tickets),
+        momentum=momentum,
+        measures=phase.kind is Kind.TRAIN and any(each.round == group.round for each in group.noise.awaited),
+        measured=told,
     )
     phase = replace(phase, seen=outcome.seen, resumed=False)
     if phase.kind is Kind.TRAIN and group.policy.delay == overlap.AUTO and len(group.roster) > 1:
@@ -580,27 +615,67 @@ def allowance(group: Group, member: int, in_flight: int) -> Allowance:
     if phase.kind is Kind.EVALUATE:
         return Allowance(seconds=dealing.patience_s(pace.seated(group.evaluating, working), sizes))
     training = pace.seated(group.training, working)
-    seconds = dealing.patience_s(training, sizes)
-    if policy.at_most is None:
+    seconds = dealing.patience_s(training, sizes, group.paying)
+    if group.at_most is None:
         return Allowance(seconds=seconds)
-    limits = dealing.contribution_limits(training, policy.at_most, len(working))
+    limits = dealing.contribution_limits(training, group.at_most, len(working))
     return Allowance(samples=limits[working.index(member)], seconds=seconds)
 
 
-def _trained(group: Group, tickets: Sequence[Ticket], batch: int, *, finite: bool, short: bool) -> Group:
-    policy = group.policy
-    rate = group.rate
-    if policy.floating and not short and batch > 0:
-        rate = rates.follow(rate, batch=batch, reference=policy.batch, rule=policy.rule, momentum=policy.momentum)
+def _momentum(group: Group, tickets: Sequence[Ticket]) -> float:
+    """The momentum in force: that of the first who speaks; who takes the state over may not have it yet."""
+    said = [t.momentum for t in tickets if t.flags is _NONE or not t.flags & Flag.FOLLOWING]
+    return said[0] if said and said[0] >= 0.0 else group.policy.momentum
+
+
+def _trained(
+    group: Group,
+    tickets: Sequence[Ticket],
+    told: tuple[int, float] | None,
+    momentum: float,
+    *,
+    finite: bool,
+    short: bool,
+) -> Group:
+    """The counts, paces, statistics and the rate after a round of training."""
+    policy, batch = group.policy, sum(ticket.samples for ticket in tickets)
+    known = group.noise if told is None else noise.measured(group.noise, *told, policy.batch)
+    rate, paying, scheduled = group.rate, group.paying, float(batch)
+    training = pace.measure(group.training, tickets)
+    if policy.floating and batch > 0:
+        reference, rule = policy.batch, policy.rule
+        if not short:
+            rate = rates.follow(
+                rate, batch=batch, reference=reference, rule=rule, momentum=momentum, noise_scale=known.scale
+            )
+            paying = _paying(group, training, known.scale)
+        scheduled = rates.progress(rule, rate, batch=batch, reference=reference, short=short)
+    number, samples = group.round + 1, group.samples + batch
+    if finite and noise.is_due(known, number):
+        known = noise.contributed(known, number, samples, tickets)
     return replace(
         group,
-        round=group.round + 1,
-        samples=group.samples + batch,
+        round=number,
+        samples=samples,
         rate=rate,
+        scheduled=group.scheduled + scheduled,
+        noise=known,
+        paying=paying,
         skipped=group.skipped + (not finite),
         skipped_in_a_row=0 if finite else group.skipped_in_a_row + 1,
-        training=pace.measure(group.training, tickets),
+        training=training,
     )
+
+
+def _paying(group: Group, training: Pacing, noise_scale: float | None) -> int | None:
+    """Up to how many samples a round pays, by the paces and costs of those who work."""
+    if group.policy.at_most is not None or not group.overlap:
+        return None
+    working = _working(group, group.phase)
+    if not working:
+        return None
+    sizes = [group.phase.sizes[member] for member in working]
+    return goodput.paying(group.paying, pace.seated(training, working), sizes, group.policy.batch, noise_scale)
 
 
 def _dealt(group: Group, *, spares: bool = True) -> Group:
@@ -618,8 +693,8 @@ def _dealt(group: Group, *, spares: bool = True) -> Group:
         contributions = 2 if group.overlap else 1
         after = dealing.fixed(ledger.aligned(held), pacing, policy.batch, sizes, ahead, contributions)
     else:
-        at_most = policy.at_most if phase.kind is Kind.TRAIN else None
-        after = dealing.floating(held, pacing, at_most, sizes, ahead)
+        at_most, paying = (group.at_most, group.paying) if phase.kind is Kind.TRAIN else (None, None)
+        after = dealing.floating(held, pacing, at_most, sizes, ahead, paying)
     if len(working) < len(phase.ledger.hands):
         hands = list(phase.ledger.hands)
         for member, hand in zip(working, after.hands, strict=True):

@@ -85,9 +85,15 @@ class Ticket:
     plan_term: int = 0
     plan_era: int = 0
     """the planned era (and its coordinator's term) that this worker is prepared for; 0: none"""
+    momentum: float = -1.0
+    """in force now, as a scheduler may move it; -1: as agreed"""
+    measured_round: int = 0
+    """the last round the norm of whose mean gradient this worker has taken; 0: none"""
+    measured_norm: float = 0.0
+    """that norm, squared, before clipping"""
 
 
-_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqq")
+_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqd")
 
 
 def packed_size(bits: int) -> int:
@@ -122,6 +128,9 @@ def pack(ticket: Ticket, bitmap: int, bits: int) -> bytes:
         ticket.exchange,
         ticket.plan_term,
         ticket.plan_era,
+        ticket.momentum,
+        ticket.measured_round,
+        ticket.measured_norm,
     )
     return head + bitmap.to_bytes((bits + 7) // 8, "little")
 

@@ -233,13 +233,18 @@ class Eras:
             self._takeover.pursue(exchange)
 
     def averaged(
-        self, exchange: int, present: int, factor: float, samples: tuple[int, int]
+        self, exchange: int, present: int, factor: float, scheduled: tuple[float, float]
     ) -> Callable[[Any], None] | None:
         """Whom to show a round's mean gradients."""
         pursuing = self._takeover
         if pursuing is None:
             return None
-        return lambda views: pursuing.note(exchange, views, present, factor, samples)
+        return lambda views: pursuing.note(exchange, views, present, factor, scheduled)
+
+    def evaluated(self, exchange: int, result: float) -> None:
+        """A top-level ``evaluate`` has ended: a schedule that is still to come may not know of it."""
+        if self._takeover is not None:
+            self._takeover.note_result(exchange, result)
 
     def entered(self, seat: Seat) -> None:
         """An era has begun."""

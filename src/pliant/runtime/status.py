@@ -68,6 +68,8 @@ class Status(msgspec.Struct):
     batch: int | None = None
     rate: float | None = None
     loss: float | None = None
+    noise_scale: float | None = None
+    """the batch up to which more samples pay, as the gradients' noise has it"""
     samples_total: int = 0
     samples_per_s: float = 0.0
     skipped: int = 0
@@ -193,6 +195,8 @@ class Tally:
         status.round, status.rounds = record.round, status.rounds + 1
         status.batch, status.rate = record.batch, record.rate
         status.loss = record.loss if record.loss is not None else status.loss
+        if record.measured is not None:
+            status.noise_scale = record.noise_scale
         status.samples_total = record.samples_total
         status.epoch_done += record.batch
         status.skipped += record.skipped

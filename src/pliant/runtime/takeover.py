@@ -40,9 +40,19 @@ class _Round:
     exchange: int
     gradients: dict[int, Tensor]
     factor: float
-    rates: list[float]
+    hyper: list[dict[str, Any]]
+    """what the schedule said"""
     applied: bool
-    samples: tuple[int, int]
+    scheduled: tuple[float, float]
+    """what the schedule had counted before and after it"""
+
+
+@dataclass(slots=True)
+class _Result:
+    """A top-level ``evaluate`` that ended: a schedule may follow it."""
+
+    exchange: int
+    result: float
 
 
 @dataclass(slots=True)
@@ -52,8 +62,8 @@ class _Asked:
     as_of: int
     """the tensors come as of this exchange or a later one"""
     want: list[str]
-    since: list[_Round] = field(default_factory=list)
-    """rounds applied by the group after ``as_of``"""
+    since: list[_Round | _Result] = field(default_factory=list)
+    """what the group has done after ``as_of``"""
     answer: tuple[int, Mapping[str, Any]] | None = None
     """what has arrived, where the donor was ahead of this worker"""
 
@@ -224,7 +234,12 @@ class Takeover:
     # -- rounds meanwhile
 
     def note(
-        self, exchange: int, views: Sequence[Tensor] | None, present: int, factor: float, samples: tuple[int, int]
+        self,
+        exchange: int,
+        views: Sequence[Tensor] | None,
+        present: int,
+        factor: float,
+        scheduled: tuple[float, float],
     ) -> None:
         """A round was settled as ``exchange``; ``views`` are its mean gradients, None if it was not applied."""
         asked = self._asked
@@ -233,13 +248,18 @@ class Takeover:
         gradients: dict[int, Tensor] = {}
         if views is not None:
             gradients = {index: views[index].clone() for index in asked.parameters if present >> index & 1}
-        rates = [float(group["lr"]) for group in self._training.optimizer.param_groups]
-        asked.since.append(_Round(exchange, gradients, factor, rates, views is not None, samples))
+        hyper = self._training.scheduled()
+        asked.since.append(_Round(exchange, gradients, factor, hyper, views is not None, scheduled))
+
+    def note_result(self, exchange: int, result: float) -> None:
+        """A top-level ``evaluate`` ended as ``exchange``."""
+        if self._asked is not None and exchange > self._asked.as_of:
+            self._asked.since.append(_Result(exchange, result))
 
     def _install(self, asked: _Asked, as_of: int, parts: Mapping[str, Any]) -> None:
         training = self._training
         since = [each for each in asked.since if each.exchange > as_of]
-        merged = any(each.applied for each in since)
+        merged = any(isinstance(each, _Round) and each.applied for each in since)
         if META in asked.want:
             install_meta(training, self._carried, parts[META], merged=merged)
         training.buffers.adopt({index: parts[f"b{index}"] for index in asked.buffers}, merged=merged)
@@ -249,11 +269,19 @@ class Takeover:
         for index in asked.parameters:
             install_parameter(training, index, parts[f"p{index}"])
         for each in since:
-            training.catch_up(each.gradients, each.factor, None if META in asked.want else each.rates)
-            if META in asked.want:
-                training.advance_schedule(*each.samples)
-                training.follow_scale(applied=each.applied)
+            self._catch_up(each, schedules=META in asked.want)
         training.held = (training.held or 0) | sum(1 << index for index in asked.parameters)
+
+    def _catch_up(self, each: _Round | _Result, *, schedules: bool) -> None:
+        """Do what the group has done since; ``schedules``: the schedule came with it, and is to catch up, too."""
+        training = self._training
+        if isinstance(each, _Round):
+            training.catch_up(each.gradients, each.factor, None if schedules else each.hyper)
+            if schedules:
+                training.advance_schedule(*each.scheduled)
+                training.follow_scale(applied=each.applied)
+        elif schedules:
+            training.evaluated(each.result)
 
 
 # -- both ends

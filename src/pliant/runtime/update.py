@@ -2,8 +2,9 @@
 
 Question  How does a reduced gradient become new weights, the same on every worker?
 Holds     The optimizer sees plain weights, the weighted mean gradient (clipped as one), and a learning rate that is
-          the schedule's times the group's factor; afterwards the group's ``lr`` is the schedule's again, because
-          chained schedulers read it back. The schedule counts samples, never rounds.
+          the schedule's times the group's factor (and Adam's moments, where the rule moves them); afterwards the
+          group's hyper-parameters are the schedule's again, because chained schedulers read them back. The schedule
+          counts samples, never rounds; one that follows a result is stepped by ``evaluate``.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from pliant.core import scaling
+from pliant.core import rates, scaling
 from pliant.core.rounds import Settled
 from pliant.errors import UsageError
 from pliant.tensors.buffers import Buffers
@@ -30,6 +32,16 @@ _STEP = (
     "optimizer.step() was called by the script: remove it from the loop; "
     "run.step() updates the weights when the group's gradient is there"
 )
+
+
+# What a scheduler moves, and an update is made with.
+_SCHEDULED = ("lr", "momentum", "betas")
+
+
+def momentum_of(optimizer: Optimizer) -> float:
+    """The share of old gradients in a step: SGD's momentum, Adam's first beta."""
+    group = optimizer.param_groups[0]
+    return float(group["momentum"] if "momentum" in group else group.get("betas", (0.0,))[0])
 
 
 class Training:
@@ -47,6 +59,7 @@ class Training:
         scheduler: Any | None,
         schedule_by: str,
         scaler: torch.amp.GradScaler | None,
+        moments: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -56,12 +69,15 @@ class Training:
         self.held: int | None = None
         """the bitmap of parameters this worker holds, while it takes the state over; None: all of them"""
         self.epochs_ended = 0
+        self.measured = (0, 0.0)
+        """the last round the norm of whose mean gradient was taken, and that norm, squared"""
         trained = {id(p) for p in self.parameters}
         merged = self.buffers.identities()
         self._constants: list[Tensor] = [p for p in model.parameters() if id(p) not in trained]
         self._constants += [b for b in model.buffers() if id(b) not in merged]
         self.reference = float(reference)
         self._clip_norm = clip_norm
+        self._moments = moments
         self._scheduler, self._schedule_by = scheduler, schedule_by
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._scale = _scale_of(self._scaler) if self._scaler else None
@@ -92,6 +108,11 @@ class Training:
     def rate(self) -> float:
         """The schedule's rate of the first parameter group."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def momentum(self) -> float:
+        """In force now, as the schedule has it."""
+        return momentum_of(self.optimizer)
 
     def backward(self, loss: Tensor, weight: float) -> None:
         """Add ``weight`` times the gradient of ``loss`` to the contribution (in units of the reference batch)."""
@@ -128,7 +149,7 @@ class Training:
     def look_ahead(self, factor: float) -> None:
         """Move to where the update in flight will probably lead, if that has not been done."""
         if self.lookahead is not None and self.lookahead.due:
-            self.lookahead.go(factor)
+            self.lookahead.go(self._hyper(factor))
 
     def cancel_look_ahead(self) -> None:
         """The update that was to be looked ahead to is not coming."""
@@ -149,14 +170,18 @@ class Training:
         summed: Buffer | None,
         present: int,
         averaged: Callable[[Sequence[Tensor] | None], None] | None = None,
+        *,
+        measures: bool = False,
     ) -> None:
         """Make the update of a settled round, or none if the group skips it. The model holds the plain weights.
 
-        ``averaged`` is shown the mean gradients before the update, or None if there is none.
+        ``averaged`` is shown the mean gradients before the update, or None if there is none; ``measures``: their norm
+        is taken.
         """
         if outcome.applied:
-            mean = self.reference / outcome.weight
-            self._average(summed, mean)
+            square = self._average(summed, self.reference / outcome.weight, measures=measures)
+            if square is not None and measures:
+                self.measured = outcome.round, square
             if averaged is not None and summed is not None:
                 averaged(summed.views)
             self.gradients.expose(summed, present if self.held is None else present & self.held)
@@ -172,23 +197,32 @@ class Training:
         """Frozen parameters, and buffers that are never merged."""
         return self._constants
 
-    def catch_up(self, gradients: dict[int, Tensor], factor: float, rates: list[float] | None) -> None:
-        """Make one past update of the parameters in ``gradients``; ``rates`` are the schedule's of that time."""
+    def scheduled(self) -> list[dict[str, Any]]:
+        """What the schedule has made of each parameter group's hyper-parameters, for later."""
+        return [
+            # A rate that is a tensor is moved in place.
+            {name: _held(group[name]) for name in _SCHEDULED if name in group}
+            for group in self.optimizer.param_groups
+        ]
+
+    def catch_up(self, gradients: dict[int, Tensor], factor: float, scheduled: list[dict[str, Any]] | None) -> None:
+        """Make one past update of the parameters in ``gradients``; ``scheduled`` is what the schedule said then."""
         before = [p.grad for p in self.parameters]
-        groups = self.optimizer.param_groups
-        now = [group["lr"] for group in groups]
+        now = [{name: group[name] for name in _SCHEDULED if name in group} for group in self.optimizer.param_groups]
         for index, p in enumerate(self.parameters):
             p.grad = gradients.get(index)
-        for group, rate in zip(groups, rates or now, strict=True):
-            group["lr"] = rate
+        self._schedule(scheduled or now)
         try:
             if gradients:
                 self._optimize(factor)
         finally:
             for p, gradient in zip(self.parameters, before, strict=True):
                 p.grad = gradient
-            for group, rate in zip(groups, now, strict=True):
-                group["lr"] = rate
+            self._schedule(now)
+
+    def _schedule(self, hyper: list[dict[str, Any]]) -> None:
+        for group, values in zip(self.optimizer.param_groups, hyper, strict=True):
+            group.update(values)
 
     def follow_scale(self, *, applied: bool) -> None:
         """Move the loss scale as all workers do after a round."""
@@ -205,53 +239,71 @@ class Training:
             self._scale = scaling.Scale(*(kind(value) for kind, value in zip(kinds, state, strict=True)))
             self._scaler.update(self._scale.scale)
 
-    def _average(self, summed: Buffer | None, mean: float) -> None:
+    def _average(self, summed: Buffer | None, mean: float, *, measures: bool) -> float | None:
+        """Turn sums into clipped means; the squared norm of the means before clipping, where it was taken."""
+        square = None
         if summed is not None:
-            norm = math.sqrt(summed.squared_norm()) if self._clip_norm is not None else 0.0
-            summed.scale(mean * self._clipped(norm * mean))
-            return
+            if measures or self._clip_norm is not None:
+                square = summed.squared_norm() * mean * mean
+            summed.scale(mean * (1.0 if square is None else self._clipped(math.sqrt(square))))
+            return square
         own = [p.grad for p in self.parameters if p.grad is not None]
-        clip = 1.0
         if self._clip_norm is not None:
-            norms = torch._foreach_norm(own)
-            clip = self._clipped(math.sqrt(sum(float(norm) ** 2 for norm in norms)) * mean)
-        if mean * clip != 1.0:
-            torch._foreach_mul_(own, mean * clip)
+            square = sum(float(norm) ** 2 for norm in torch._foreach_norm(own)) * mean * mean
+        scale = mean * (1.0 if square is None else self._clipped(math.sqrt(square)))
+        if scale != 1.0:
+            torch._foreach_mul_(own, scale)
+        return square
+
+    def _hyper(self, factor: float) -> list[dict[str, Any]]:
+        """What each parameter group is updated with: the schedule's rate times ``factor``; moments as the rule says."""
+        hyper: list[dict[str, Any]] = []
+        for group in self.optimizer.param_groups:
+            values: dict[str, Any] = {"lr": group["lr"] if factor == 1.0 else group["lr"] * factor}
+            if self._moments:
+                values["betas"], values["eps"] = rates.moments(group["betas"], group["eps"], factor)
+            hyper.append(values)
+        return hyper
 
     def _optimize(self, factor: float) -> None:
+        hyper = self._hyper(factor)
         groups = self.optimizer.param_groups
-        scheduled = [group["lr"] for group in groups]
-        if factor != 1.0:
-            for group in groups:
-                group["lr"] = group["lr"] * factor
+        before = [{name: group[name] for name in values} for group, values in zip(groups, hyper, strict=True)]
+        self._schedule(hyper)
         self._stepping = True
         try:
             self.optimizer.step()
         finally:
             self._stepping = False
-            for group, rate in zip(groups, scheduled, strict=True):
-                group["lr"] = rate
+            self._schedule(before)
 
-    def advance_schedule(self, before: int, after: int) -> None:
+    def advance_schedule(self, before: float, after: float) -> None:
         """Step the scheduler once for every reference batch of samples completed between two counts."""
-        if self._scheduler is None or self._schedule_by != "batch":
+        if self._schedule_by != "batch" or isinstance(self._scheduler, ReduceLROnPlateau):
             return
         for _ in range(int(after // self.reference) - int(before // self.reference)):
             self._step_schedule()
+
+    def evaluated(self, result: float) -> None:
+        """A top-level ``evaluate`` is over; a schedule that follows results is stepped with it."""
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(result)
 
     def end_epoch(self, epoch: int) -> None:
         """Epoch ``epoch`` is over; a newcomer's past epochs were counted by the others."""
         if epoch < self.epochs_ended:
             return
         self.epochs_ended = epoch + 1
-        if self._scheduler is not None and self._schedule_by == "epoch":
+        if self._schedule_by == "epoch" and not isinstance(self._scheduler, ReduceLROnPlateau):
             self._step_schedule()
 
     def _step_schedule(self) -> None:
+        if self._scheduler is None:
+            return
         with warnings.catch_warnings():
             # A round the group skips advances the schedule without an optimizer step: intended here.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            self._scheduler.step()  # type: ignore[union-attr]
+            self._scheduler.step()
 
     @contextmanager
     def plain(self) -> Iterator[None]:
@@ -266,6 +318,10 @@ class Training:
             self.buffers.exchange()
             if away:
                 self.lookahead.exchange()  # type: ignore[union-attr]
+
+
+def _held(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _scale_of(scaler: torch.amp.GradScaler) -> scaling.Scale:

@@ -156,6 +156,10 @@ class Reporter:
                     entered=entered,
                     delay=outcome.verdict.delay if outcome.verdict else None,
                     harvests=outcome.verdict.harvests if outcome.verdict else None,
+                    momentum=outcome.momentum if outcome.momentum != group.policy.momentum else None,
+                    measured=outcome.measured,
+                    noise_scale=_noise_scale(group) if outcome.measured else None,
+                    scheduled_total=group.scheduled if group.scheduled != group.samples else None,
                 )
             )
         if outcome.ended:
@@ -177,11 +181,16 @@ def _policy(group: Group) -> journal.PolicyRecord:
         floating=policy.floating,
         at_most=policy.at_most,
         delay=policy.delay,
-        rule=policy.rule,
+        rule=str(policy.rule),
         momentum=policy.momentum,
         samples_limit=group.samples_limit,
         trial=policy.trial,
     )
+
+
+def _noise_scale(group: Group) -> float | None:
+    scale = group.noise.scale
+    return scale if scale is not None and math.isfinite(scale) else None
 
 
 def _line(ticket: Ticket, spans: Sequence[Span]) -> journal.TicketLine:

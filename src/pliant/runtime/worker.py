@@ -561,6 +561,9 @@ class Worker:
             exchange=group.exchange,
             plan_term=plan_term,
             plan_era=plan_era,
+            momentum=self.training.momentum,
+            measured_round=self.training.measured[0],
+            measured_norm=self.training.measured[1],
         )
 
     def _readiness(self) -> Flag:
@@ -683,6 +686,7 @@ class Worker:
             self._eras.fell_behind(self.training, before)
         if outcome.ended:
             self._turned = self.group.exchange
+            self._follow_result(outcome)
             self._end_phase(training=training, merged=merged)
         if outcome.plan is not None:
             try:
@@ -720,14 +724,22 @@ class Worker:
 
     def _apply(self, before: Group, outcome: Settled, flight: Flight, bitmap: int) -> None:
         """Make the update that the group has decided on."""
-        samples = (before.samples, self.group.samples)
+        scheduled = (before.scheduled, self.group.scheduled)
         averaged = None
         if self._eras is not None:
-            averaged = self._eras.averaged(before.exchange + 1, bitmap, outcome.factor, samples)
+            averaged = self._eras.averaged(before.exchange + 1, bitmap, outcome.factor, scheduled)
         self.last_trained = outcome
         self.applied_rate = self.training.rate * outcome.factor
-        self.training.apply(outcome, flight.filled, bitmap, averaged)
-        self.training.advance_schedule(*samples)
+        self.training.apply(outcome, flight.filled, bitmap, averaged, measures=outcome.measures)
+        self.training.advance_schedule(*scheduled)
+
+    def _follow_result(self, outcome: Settled) -> None:
+        """A schedule may follow the results of ``evaluate``: those that every script asks for, outside of its loops."""
+        top = not self.group.open and not self.group.past[-1].inner
+        if outcome.kind is Kind.EVALUATE and top and outcome.result is not None:
+            self.training.evaluated(outcome.result)
+            if self._eras is not None:
+                self._eras.evaluated(self.group.exchange, outcome.result)
 
     def _end_phase(self, *, training: bool, merged: bool) -> None:
         """Everything is applied: forget what a break cut off, make the buffers equal, go back to the outer phase."""

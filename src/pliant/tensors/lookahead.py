@@ -73,19 +73,22 @@ class LookAhead:
                 torch.mul(gradient, scale, out=copy)
 
     @torch.no_grad()
-    def go(self, factor: float) -> None:
-        """Keep the plain weights aside and move to the look-ahead point; ``factor`` multiplies the schedule's rate."""
+    def go(self, hyper: Sequence[dict[str, Any]]) -> None:
+        """Keep the plain weights aside and move to the look-ahead point.
+
+        ``hyper``: what the coming update is made with in place of what each parameter group says.
+        """
         self.due = False
         self.away = True
         if self._peek is None:
             self._repeat_displacement()
             return
         index = 0
-        for group in self._groups:
-            hyper = {**group, "lr": float(group["lr"]) * factor}
+        for group, values in zip(self._groups, hyper, strict=True):
+            settings = {**group, **values, "lr": float(values["lr"])}
             for p in group["params"]:
                 if p.requires_grad:
-                    self._go(self._peek, hyper, index, p)
+                    self._go(self._peek, settings, index, p)
                     index += 1
 
     def _go(self, peek: Peek, hyper: dict[str, Any], index: int, p: Tensor) -> None:

@@ -154,7 +154,7 @@ class Checker:
         """One process that makes the journaled updates."""
         training = VirtualTraining(reference=self._reference, buffers=0, start=self.start)
         epochs: dict[int, int] = {}
-        samples = 0
+        scheduled = 0.0
         for record in self._records:
             if isinstance(record, journal.PhaseRecord):
                 epochs[record.phase] = record.epoch
@@ -164,8 +164,9 @@ class Checker:
                     training.gradients.add(epochs[record.phase], positions)
                 filled = training.gradients.filling
                 training.apply(record, filled, filled.present)
-                training.advance_schedule(samples, samples + record.batch)
-                samples += record.batch
+                told = record.scheduled_total
+                before, scheduled = scheduled, float(record.samples_total) if told is None else told
+                training.advance_schedule(before, scheduled)
         return training
 
 

@@ -98,7 +98,8 @@ class VirtualBuffer:
         self.present = 0
 
     def squared_norm(self) -> float:
-        return 1.0
+        """Some number that depends on all of it: who sums something else is noticed."""
+        return 1.0 + sum(self.flats[0].values) % 1009 / 1009.0
 
     def scale(self, factor: float) -> None:
         if factor != 1.0:
@@ -253,7 +254,7 @@ class VirtualLookAhead:
     def park(self, gradients: Any, present: int, scale: float) -> None:
         self.due = True
 
-    def go(self, factor: float) -> None:
+    def go(self, hyper: Any) -> None:
         assert not self.away, "looked ahead twice"
         self.due, self.away = False, True
         self._plain = [p.value for p in self._parameters]
@@ -278,17 +279,17 @@ class VirtualOptimizer:
     """SGD with momentum."""
 
     def __init__(self, parameters: Sequence[Number], rate: float) -> None:
-        self.param_groups: list[dict[str, Any]] = [{"lr": rate, "params": list(parameters)}]
+        self.param_groups: list[dict[str, Any]] = [{"lr": rate, "momentum": 0.5, "params": list(parameters)}]
         self.state: dict[Number, dict[str, Any]] = _States()
 
     def step(self) -> None:
         group = self.param_groups[0]
-        rate = exact(group["lr"])
+        rate, keep = exact(group["lr"]), exact(group["momentum"])
         for p in group["params"]:
             if p.grad is not None:
                 state = self.state[p]
                 carried = state["momentum"].value if "momentum" in state else 0
-                momentum = (carried * 3 + p.grad.value) % PRIME
+                momentum = (carried * keep + p.grad.value) % PRIME
                 state["momentum"] = Number(momentum)
                 p.value = (p.value - rate * momentum) % PRIME
 
@@ -300,7 +301,7 @@ class _States(dict[Number, dict[str, Any]]):
 
 
 class VirtualScheduler:
-    """Moves the rate with every step."""
+    """Moves the rate and the momentum with every step."""
 
     def __init__(self, optimizer: VirtualOptimizer) -> None:
         self._optimizer = optimizer
@@ -308,7 +309,7 @@ class VirtualScheduler:
 
     def step(self) -> None:
         self.steps += 1
-        self._optimizer.param_groups[0]["lr"] = (1 + self.steps % 5) / 8
+        self._optimizer.param_groups[0].update(lr=(1 + self.steps % 5) / 8, momentum=(1 + self.steps % 3) / 4)
 
     def state_dict(self) -> dict[str, int]:
         return {"steps": self.steps}
@@ -332,6 +333,8 @@ class VirtualTraining(Training):
         self._constants = []
         self.reference = float(reference)
         self._clip_norm = None
+        self._moments = False
+        self.measured = (0, 0.0)
         self.scheduler = VirtualScheduler(self.optimizer)
         self._scheduler, self._schedule_by = self.scheduler, "batch"
         self._scaler = self._scale = None
@@ -341,7 +344,7 @@ class VirtualTraining(Training):
         self.back()
 
     def unscale(self) -> float | None:
-        return 1.0
+        return self.gradients.filling.squared_norm()
 
     def _step_schedule(self) -> None:
         self.scheduler.step()
@@ -352,9 +355,11 @@ class VirtualTraining(Training):
         summed: Any,
         present: int,
         averaged: Callable[[Any], None] | None = None,
+        *,
+        measures: bool = False,
     ) -> None:
         assert not self.lookahead.away, "an update is made at the look-ahead point"
-        super().apply(outcome, summed, present, averaged)
+        super().apply(outcome, summed, present, averaged, measures=measures)
 
     def plain_values(self) -> tuple[int, ...]:
         """The weights and momenta, wherever the model is now."""

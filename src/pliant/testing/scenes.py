@@ -11,6 +11,7 @@ import random
 from dataclasses import replace
 
 from pliant.core import overlap
+from pliant.core.rates import Rule
 from pliant.core.rounds import Policy
 from pliant.testing.faults import OCCASIONS, Fault
 from pliant.testing.simulation import Scene
@@ -47,9 +48,12 @@ def drawn(name: str, seed: int) -> Scene:
         at_most=chance.choice((None, 3 * batch)) if floating else None,
         delay=chance.choice((1, 1, overlap.AUTO, 0)),
         trial=1,
-        rule=chance.choice(("linear", "sqrt")),
+        rule=Rule(chance.choice(("linear", "sqrt"))),
         momentum=chance.choice((0.0, 0.9)),
     )
+    # Drawn apart: a seed from before there was this rule stands for the same run as then, up to its rates.
+    if random.Random(f"{name}/{seed}/rates").random() < 0.3:
+        policy = replace(policy, rule=Rule("adascale"))
     # Who breaks does not see the update that was under way: the user's counter differs from then on.
     breaks = chance.choice((0.0, 0.0, 0.0, 0.01))
     epochs = chance.choice((1, 2, 3))

@@ -49,6 +49,8 @@ def line(status: Status) -> str:
     parts.append(f"{status.samples_per_s:,.0f} samples/s")
     if status.batch is not None:
         parts.append(f"batch {status.batch}")
+    if status.noise_scale is not None:
+        parts.append(f"noise {status.noise_scale:,.0f}")
     if status.rate is not None:
         parts.append(f"rate {status.rate:.4g}")
     if status.loss is not None:

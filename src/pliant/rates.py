@@ -1,0 +1,10 @@
+"""The rules by which the learning rate follows the batch, for ``join(rates=…)``.
+
+Question  Which rules are there, and how are they put together?
+Holds     A rule is a small frozen value, the same on all workers, and written into the journal by its text.
+Source    docs/guide/rates.md says which rule to use when, docs/design/0008-rates.md why they are as they are.
+"""
+
+from pliant.core.rates import Rule, adascale, at_once, constant, linear, ramped, sqrt
+
+__all__ = ["Rule", "adascale", "at_once", "constant", "linear", "ramped", "sqrt"]
