@@ -107,6 +107,8 @@ class _Auditor:
         self._round = 0
         """the last number used, void ones included"""
         self._rounds = self._void = 0
+        self._regrouped = False
+        """right after an unplanned era"""
         self._end: EndRecord | None = None
         self._samples = self._skipped = self._cut = self._evaluations = self._eras = self._records = 0
         self._epochs: set[int] = set()
@@ -134,6 +136,8 @@ class _Auditor:
                     self._problem(f"record {self._records} starts a second run")
             case PolicyRecord():
                 pass
+        unplanned = isinstance(record, EraRecord) and record.entries is not None
+        self._regrouped = unplanned or (self._regrouped and isinstance(record, PhaseEndRecord))
         if self._replay is not None:
             for problem in self._replay.take(record):
                 self._problem(problem)
@@ -231,7 +235,9 @@ class _Auditor:
             return
         phase = self._open.pop()
         where, opened = f"phase {record.phase}", phase.record
-        if record.cut and not phase.broken and opened.limit > 0:
+        # An ``evaluate`` in a loop body ends where nobody is left who was in it.
+        given_up = self._regrouped and opened.task == "evaluate"
+        if record.cut and not phase.broken and not given_up and opened.limit > 0:
             self._problem(f"{where}: cut {named(record.cut)} but no worker left its loop")
         for start, stop in record.cut:
             # A phase that samples=N leaves no room for is journaled as cut in full.

@@ -126,6 +126,8 @@ class Group:
     """innermost last: an ``evaluate`` may be called inside a ``batches`` loop"""
     past: tuple[Past, ...] = ()
     """finished top-level phases, in their order"""
+    given_up: tuple[OpenPhase, ...] = ()
+    """phases that the last unplanned era has ended: nobody was left in them, and nobody else would have come"""
     over: bool = False
     """all scripts have reached their end"""
 
@@ -479,7 +481,9 @@ def regrouped(group: Group, era: int, roster: Sequence[WorkerId], entries: Seque
     group = _with_roster(group, era, roster, places, standings)
     group = replace(group, exchange=group.exchange + 1, round=group.round + 1)
     phases: list[OpenPhase] = []
-    for depth, phase in enumerate(before.open):
+    still_open = _inhabited(before.open, places, standings)
+    group = replace(group, given_up=before.open[len(still_open) :])
+    for depth, phase in enumerate(still_open):
         kept = [
             ledger.Kept(place, entry.dropped[depth], entry.kept[depth])
             if place is not None and standing is Standing.ACTIVE and depth < len(entry.kept)
@@ -501,6 +505,17 @@ def regrouped(group: Group, era: int, roster: Sequence[WorkerId], entries: Seque
         inner = _dealt(inner, spares=not seen)
         group = replace(group, open=(*inner.open, *group.open[depth + 1 :]))
     return group
+
+
+def _inhabited(
+    phases: tuple[OpenPhase, ...], places: Sequence[int | None], standings: Sequence[Standing]
+) -> tuple[OpenPhase, ...]:
+    """Without an ``evaluate`` in a loop body that nobody is in any more: the others are elsewhere in their scripts."""
+    holders = [p for p, s in zip(places, standings, strict=True) if p is not None and s is not Standing.FOLLOWING]
+    depth = len(phases)
+    while depth and (depth > 1 or phases[depth - 1].inner) and not any(phases[depth - 1].present[p] for p in holders):
+        depth -= 1
+    return phases[:depth]
 
 
 def _with_roster(

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from pliant.core import journal, rounds
+from pliant.core import journal, ledger, rounds
 from pliant.core.rounds import Entry, Group, Settled
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import Span
@@ -98,6 +98,9 @@ class Reporter:
                 void=0 if entries is None else group.round,
             )
         )
+        if entries is not None:
+            for phase in group.given_up:
+                self._write(journal.PhaseEndRecord(phase.number, list(ledger.unspent(phase.ledger))))
         # A newcomer may not have seen it.
         self._announced = None
         self._link.sends_lines = sends

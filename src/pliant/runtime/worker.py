@@ -750,6 +750,10 @@ class Worker:
             self._undrained = bool(buffers.live) and not merged
             if not self._undrained:
                 buffers.drain()
+        self._leave_phase()
+
+    def _leave_phase(self) -> None:
+        """Go on with what lies outside."""
         self._contribution, self._flight, since = self._suspended.pop()
         self._contribution.start_s += self._clock() - since
 
@@ -1081,7 +1085,7 @@ class Worker:
         self._channel = seat.channel
         self._turned = -1
         if holds:
-            self._keep_contributions()
+            self._keep_contributions(len(group.open))
         else:
             self._begin_anew(handed, len(group.open))
         self.group = group
@@ -1107,10 +1111,12 @@ class Worker:
         dropped = tuple(flight.drawn if flight else 0 for _, flight in pairs)
         return Entry(True, dropped, tuple(contribution.micro_batches for contribution, _ in pairs))
 
-    def _keep_contributions(self) -> None:
-        """What was in flight is lost; what was accumulated since goes on."""
+    def _keep_contributions(self, depth: int) -> None:
+        """What was in flight is lost; what was accumulated since goes on, in the phases that go on."""
         self._flight = None
         self._suspended = [(contribution, None, since) for contribution, _, since in self._suspended]
+        while len(self._suspended) > depth:
+            self._leave_phase()
 
     def _begin_anew(self, handed: Handed, depth: int) -> None:
         """This worker does not hold the state that the era begins with: nothing it has computed is of use."""
