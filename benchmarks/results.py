@@ -56,7 +56,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One worker that died, hung, came or went; times in seconds. ``failure`` says why there are no figures."""
+    """One worker that died, hung, came or went (times in seconds), or one trained seed.
+
+    ``failure`` says why there are no figures.
+    """
 
     system: str
     model: str
@@ -64,6 +67,18 @@ class Trial:
     repeat: int
     figures: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A figure over the course of a run, as a mean over seeds."""
+
+    system: str
+    model: str
+    act: str
+    figure: str
+    places: tuple[float, ...]
+    values: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +91,8 @@ class Results:
     runs: tuple[Run, ...] = ()
     memory: tuple[Memory, ...] = ()
     trials: tuple[Trial, ...] = ()
+    curves: tuple[Curve, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def series(self, system: str, model: str, cluster: str) -> dict[int, Figures]:
         """Figures by repeat, of the repeats that gave any."""
@@ -94,6 +111,11 @@ class Results:
         """One figure of every trial that gave it."""
         found = (t for t in self.trials if (t.system, t.model, t.act) == (system, model, act))
         return [trial.figures[figure] for trial in found if figure in trial.figures]
+
+    def by_seed(self, system: str, model: str, act: str, figure: str) -> dict[int, float]:
+        """One figure of every trial that gave it, by its seed."""
+        found = (t for t in self.trials if (t.system, t.model, t.act) == (system, model, act))
+        return {trial.repeat: trial.figures[figure] for trial in found if figure in trial.figures}
 
     def refusals(self, system: str, model: str, act: str) -> list[str]:
         """Why trials of this kind have no figures."""
