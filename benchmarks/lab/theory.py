@@ -26,6 +26,7 @@ Say = Callable[[str], None]
 
 REFERENCE = 32
 STEADY, AFTER = 60, 60  # rounds before and after the change
+ROUNDS = 3000  # on a quadratic: what grows by a thousandth a round has shown it by then
 FACTORS = (2, 4, 8, 16)
 MOMENTA = (0.0, 0.5, 0.8, 0.9, 0.95)
 EDGES = {
@@ -111,13 +112,13 @@ def _bisected(stable: Callable[[float], bool]) -> float:
     return low
 
 
-def _stays(method: str, momentum: float, rate: float, curvatures: Sequence[float]) -> bool:
+def _stays(method: str, momentum: float, rate: float, curvatures: Sequence[float], rounds: int) -> bool:
     """Whether a group with one curvature per worker stays bounded."""
     w = torch.ones(1, dtype=torch.float64, requires_grad=True)
     optimizer = SGD([w], lr=rate, momentum=momentum)
     ahead = LookAhead(optimizer)
     flying: list[Tensor] | None = None
-    for _ in range(3000):
+    for _ in range(rounds):
         gradients: list[Tensor] = []
         for worker, curvature in enumerate(curvatures):
             if flying is not None and method in ("momentum", "lookahead"):
@@ -136,13 +137,15 @@ def _stays(method: str, momentum: float, rate: float, curvatures: Sequence[float
     return abs(w.item()) < 10.0
 
 
-def measured_edge(method: str, momentum: float, curvatures: Sequence[float] = (1.0,), steps: int = 12) -> float:
+def measured_edge(
+    method: str, momentum: float, curvatures: Sequence[float] = (1.0,), steps: int = 12, rounds: int = ROUNDS
+) -> float:
     """The largest ηλ, λ the mean curvature, at which the group stays bounded."""
     low, high = 0.0, 5.0
     mean = math.fsum(curvatures) / len(curvatures)
     for _ in range(steps):
         middle = (low + high) / 2
-        low, high = (middle, high) if _stays(method, momentum, middle / mean, curvatures) else (low, middle)
+        low, high = (middle, high) if _stays(method, momentum, middle / mean, curvatures, rounds) else (low, middle)
     return (low + high) / 2
 
 
