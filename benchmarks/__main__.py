@@ -37,6 +37,8 @@ def _arguments() -> argparse.Namespace:
         command.add_argument(
             "--only", nargs="+", default=[], metavar="NAME", help="systems, models, clusters, parts, acts, rules, …"
         )
+        if name in ("elastic-accuracy", "delay"):
+            command.add_argument("--seeds", type=int, metavar="N", help="instead of 24 (quick: 8)")
         if name == "elastic-accuracy":
             command.add_argument("--spot-trace", type=Path, metavar="FILE", help=f"CSV of GPU counts; or {SPOT_TRACE}")
     table = commands.add_parser("table", help="the tables of a results file as markdown")
@@ -81,7 +83,7 @@ def _elastic(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, 
     chosen = elastic.selection(arguments.only)
     facts = _one_thread()
     spot = arguments.spot_trace or (Path(os.environ[SPOT_TRACE]) if SPOT_TRACE in os.environ else None)
-    seeds = elastic.QUICK_SEEDS if arguments.quick else elastic.SEEDS
+    seeds = arguments.seeds or (elastic.QUICK_SEEDS if arguments.quick else elastic.SEEDS)
     found = elastic.measure(seeds, chosen, spot, say)
     results = Results(
         "elastic-accuracy", arguments.quick, facts, trials=found.trials, curves=found.curves, notes=found.notes
@@ -92,7 +94,9 @@ def _elastic(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, 
 def _delayed(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
     chosen = delay.selection(arguments.only)
     facts = _one_thread()
-    trials, notes = delay.measure(arguments.quick, chosen, say)
+    trials, notes = delay.measure(
+        arguments.seeds or (delay.QUICK_SEEDS if arguments.quick else delay.SEEDS), chosen, say
+    )
     return Results("delay", arguments.quick, facts, trials=trials, notes=notes), chosen.asked
 
 
