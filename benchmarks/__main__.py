@@ -17,7 +17,7 @@ from benchmarks import harvest, overhead, report
 from benchmarks.judge import judge, read_targets
 from benchmarks.lab import delay, document, elastic, figures, theory
 from benchmarks.recovery import schedule as recovery
-from benchmarks.results import Machine, Results, machine, read, write
+from benchmarks.results import Machine, Results, machine, merged, read, write
 
 FILE_WIDTH = 160  # of tables where the output is no terminal
 SPOT_TRACE = "PLIANT_SPOT_TRACE"
@@ -38,6 +38,7 @@ def _arguments() -> argparse.Namespace:
             "--only", nargs="+", default=[], metavar="NAME", help="systems, models, clusters, parts, acts, rules, …"
         )
         if name in ("elastic-accuracy", "delay"):
+            command.add_argument("--add", action="store_true", help="to what is in the file already")
             command.add_argument("--seeds", type=int, metavar="N", help="instead of 24 (quick: 8)")
         if name == "elastic-accuracy":
             command.add_argument("--spot-trace", type=Path, metavar="FILE", help=f"CSV of GPU counts; or {SPOT_TRACE}")
@@ -148,6 +149,8 @@ def main() -> int:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
     if arguments.json is not None:
+        if getattr(arguments, "add", False) and arguments.json.exists():
+            results = merged(read(arguments.json), results)
         write(results, arguments.json)
     return _show(results, asked, console)
 

@@ -5,8 +5,9 @@ Holds     The values here are exactly the JSON file: encode and decode are inver
 
 import os
 import platform
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -135,6 +136,21 @@ def machine() -> Machine:
         torch=str(torch.__version__),
         system=platform.system(),
         load_before=round(os.getloadavg()[0], 2),
+    )
+
+
+def merged(before: Results, results: Results) -> Results:
+    """Both; where both measured the same, the newer."""
+
+    def kept(old: tuple[Any, ...], new: tuple[Any, ...]) -> tuple[Any, ...]:
+        known = {(one.system, one.model, one.act) for one in new}
+        return (*(one for one in old if (one.system, one.model, one.act) not in known), *new)
+
+    return replace(
+        results,
+        trials=kept(before.trials, results.trials),
+        curves=kept(before.curves, results.curves),
+        notes=tuple(dict.fromkeys((*before.notes, *results.notes))),
     )
 
 

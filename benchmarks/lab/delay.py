@@ -22,6 +22,7 @@ Rounds = tuple[tuple[int, ...], ...]
 
 PACES = (6.0, 6.0, 3.0, 1.0)
 THREE = ("synchronous", "plain", "lookahead")
+FOUR = (*THREE, "warm_up")
 ACTS = {
     "equal": "equal shares",
     "unequal": "shares 96/96/48/16",
@@ -57,9 +58,9 @@ def _sgd_grid() -> tuple[tuple[float, float], ...]:
 SUBJECTS = {
     "cnn sgd": Subject("cnn", "sgd", 0.1, 60_000, 256, True, _sgd_grid()),
     "cnn adamw": Subject("cnn", "adamw", 0.008, 60_000, 256, False, ((0.9, 0.004), (0.9, 0.008), (0.9, 0.016))),
-    "batchnorm sgd": Subject("batchnorm", "sgd", 0.1, 60_000, 256, True, ((0.9, 0.05), (0.9, 0.1), (0.9, 0.2))),
+    "batchnorm sgd": Subject("batchnorm", "sgd", 0.1, 40_000, 256, True, ((0.9, 0.05), (0.9, 0.1), (0.9, 0.2))),
     "transformer adamw": Subject(
-        "transformer", "adamw", 0.004, 16_000, 64, False, ((0.9, 0.002), (0.9, 0.004), (0.9, 0.008))
+        "transformer", "adamw", 0.004, 8_000, 64, False, ((0.9, 0.002), (0.9, 0.004), (0.9, 0.008))
     ),
 }
 GRID_SEEDS, QUICK_SEEDS, SEEDS = 4, 8, 24
@@ -201,7 +202,7 @@ def measure(seeds: int, chosen: Selection, say: Say) -> tuple[tuple[Trial, ...],
         for act in chosen.acts:
             rounds = _rounds(subject, act)
             rate = subject.rate * (2 if act == "large" else 1)
-            for method in STUDIED.get(act, THREE) if subject.studied else THREE:
+            for method in STUDIED.get(act, FOUR) if subject.studied else FOUR:
                 if method in chosen.methods:
                     run(method, act, rounds, 0.9, rate, seeds)
     return tuple(trials), tuple(notes)

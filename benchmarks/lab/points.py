@@ -21,11 +21,13 @@ METHODS = {
     "lookahead": "delay 1, look-ahead",
     "noise_weighted": "look-ahead, own gradient weighted by its noise",
     "warm_up": "look-ahead after a synchronous tenth",
+    "short_warm_up": "look-ahead after a synchronous fiftieth",
     "displacement": "look-ahead, halfway to the last displacement",
     "compensated_plain": "plain, delay compensation",
     "compensated": "look-ahead, delay compensation",
 }
-WARM_UP = 0.1  # share of the samples
+WARM_UP = {"warm_up": 0.1, "short_warm_up": 0.02, "synchronous": 1.0}
+"""share of the samples without delay"""
 COMPENSATION = 1.0  # λ0 of DC-ASGD's adaptive form
 SLOW, TINY = 0.95, 1e-7  # DC-ASGD: memory of the mean square, and what keeps its root from zero
 

@@ -114,9 +114,7 @@ class Trainer:
         return self._outcomes()
 
     def _delayed(self) -> bool:
-        if self.plan.method == "warm_up":
-            return self.drawn > WARM_UP * self.plan.samples
-        return self.plan.method != "synchronous"
+        return self.drawn > WARM_UP.get(self.plan.method, 0.0) * self.plan.samples
 
     def _computed(self, shares: tuple[int, ...], flying: list[Contribution] | None) -> list[Contribution]:
         """Every worker's contribution, each taken at that worker's point."""
