@@ -33,7 +33,7 @@ ACTS = {
 # The study of variants belongs where look-ahead has the hardest time; without one, a large rate diverges.
 STUDIED = {"unequal": tuple(METHODS), "large": tuple(one for one in METHODS if not one.endswith("plain"))}
 MOMENTA = (0.5, 0.9, 0.95)
-EFFECTIVE = (0.25, 0.5, 1.0, 2.0)
+EFFECTIVE = (0.5, 1.0, 2.0)
 """η / (1 − μ), by the subject's unit: what a constant gradient would move the weights by in the long run"""
 
 
