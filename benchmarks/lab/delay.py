@@ -60,7 +60,7 @@ SUBJECTS = {
     "cnn adamw": Subject("cnn", "adamw", 0.008, 60_000, 256, False, ((0.9, 0.004), (0.9, 0.008), (0.9, 0.016))),
     "batchnorm sgd": Subject("batchnorm", "sgd", 0.1, 40_000, 256, True, ((0.9, 0.05), (0.9, 0.1), (0.9, 0.2))),
     "transformer adamw": Subject(
-        "transformer", "adamw", 0.004, 8_000, 64, False, ((0.9, 0.002), (0.9, 0.004), (0.9, 0.008))
+        "transformer", "adamw", 0.004, 6_400, 64, False, ((0.9, 0.002), (0.9, 0.004), (0.9, 0.008))
     ),
 }
 GRID_SEEDS, QUICK_SEEDS, SEEDS = 4, 8, 24

@@ -101,8 +101,9 @@ def _delay(results: Results, pyplot: Any) -> Any:
         axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axis.set_title(momentum)
         axis.set_xlabel("η")
-    axes[0][0].set_ylabel("accuracy, %")
-    axes[0][0].legend(frameon=False)
+    if momenta:
+        axes[0][0].set_ylabel("accuracy, %")
+        axes[0][0].legend(frameon=False)
     last = axes[0][-1]
     acts = [act for act in ACTS if any(trial.act == act for trial in results.trials)]
     for row, act in enumerate(acts):
