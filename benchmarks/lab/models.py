@@ -4,7 +4,8 @@ Question  How are many seeds trained in about the time of a few?
 Holds     Every parameter has the seeds as its first dimension, and nothing mixes them: seed s of a stack computes what
           a stack of s alone computes, from the same initial weights. Convolutions are matrix products over patches
           (the first layer's are cut out once, the second one's do not overlap), so one batched product does all seeds.
-Source    ours: 14 µs per sample and seed in a stack of 8 against 84 µs for torch's Conv2d alone, batch 32, one core.
+Source    ours: about 14 µs of processor time per sample and seed in a stack of 24, batch 32, against 70 to 90 µs for
+          one seed in torch's own layers.
 """
 
 from collections.abc import Sequence
