@@ -95,9 +95,7 @@ def _elastic(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, 
 def _delayed(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
     chosen = delay.selection(arguments.only)
     facts = _one_thread()
-    trials, notes = delay.measure(
-        arguments.seeds or (delay.QUICK_SEEDS if arguments.quick else delay.SEEDS), chosen, say
-    )
+    trials, notes = delay.measure(arguments.quick, arguments.seeds, chosen, say)
     return Results("delay", arguments.quick, facts, trials=trials, notes=notes), chosen.asked
 
 

@@ -30,6 +30,8 @@ ACTS = {
     "floating": "open batches",
     "churn": "workers leave and return",
 }
+STEADY = ("equal", "unequal")
+MOST = (*STEADY, "floating", "churn")
 # The study of variants belongs where look-ahead has the hardest time; without one, a large rate diverges.
 STUDIED = {"unequal": tuple(METHODS), "large": tuple(one for one in METHODS if not one.endswith("plain"))}
 MOMENTA = (0.5, 0.9, 0.95)
@@ -46,6 +48,7 @@ class Subject:
     rate: float
     samples: int
     batch: int
+    acts: tuple[str, ...]
     studied: bool
     grid: tuple[tuple[float, float], ...]
     """momentum and rate of every cell"""
@@ -56,11 +59,11 @@ def _sgd_grid() -> tuple[tuple[float, float], ...]:
 
 
 SUBJECTS = {
-    "cnn sgd": Subject("cnn", "sgd", 0.1, 60_000, 256, True, _sgd_grid()),
-    "cnn adamw": Subject("cnn", "adamw", 0.008, 60_000, 256, False, ((0.9, 0.004), (0.9, 0.008), (0.9, 0.016))),
-    "batchnorm sgd": Subject("batchnorm", "sgd", 0.1, 40_000, 256, True, ((0.9, 0.05), (0.9, 0.1), (0.9, 0.2))),
+    "cnn sgd": Subject("cnn", "sgd", 0.1, 60_000, 256, tuple(ACTS), True, _sgd_grid()),
+    "cnn adamw": Subject("cnn", "adamw", 0.008, 60_000, 256, MOST, False, ((0.9, 0.004), (0.9, 0.008), (0.9, 0.016))),
+    "batchnorm sgd": Subject("batchnorm", "sgd", 0.1, 40_000, 256, STEADY, True, ((0.9, 0.05), (0.9, 0.1), (0.9, 0.2))),
     "transformer adamw": Subject(
-        "transformer", "adamw", 0.004, 6_400, 64, False, ((0.9, 0.002), (0.9, 0.004), (0.9, 0.008))
+        "transformer", "adamw", 0.004, 6_400, 64, STEADY, False, ((0.9, 0.002), (0.9, 0.004), (0.9, 0.008))
     ),
 }
 GRID_SEEDS, QUICK_SEEDS, SEEDS = 4, 8, 24
@@ -157,8 +160,11 @@ def cell(momentum: float, rate: float) -> str:
     return f"μ {momentum:g} η {rate:g}"
 
 
-def measure(seeds: int, chosen: Selection, say: Say) -> tuple[tuple[Trial, ...], tuple[str, ...]]:
-    """Every seed of every method: the grid with few seeds, the settings at the best rate with all."""
+def measure(quick: bool, seeds: int | None, chosen: Selection, say: Say) -> tuple[tuple[Trial, ...], tuple[str, ...]]:
+    """Every seed of every method: the grid with few seeds, the settings at the best rate with all.
+
+    A quick run has the grid of the first subject only.
+    """
     trials: list[Trial] = []
     notes: list[str] = []
     for key in chosen.subjects:
@@ -193,16 +199,16 @@ def measure(seeds: int, chosen: Selection, say: Say) -> tuple[tuple[Trial, ...],
             trials.extend(trial(method, key, act, one, ready.classes) for one in outcomes)
             say(f"{key}  {act:15}  {method:17}  {fmean(one.accuracy for one in outcomes):.2f}")
 
-        if chosen.grid:
+        if chosen.grid and not (quick and key != next(iter(SUBJECTS))):
             for momentum, rate in subject.grid:
                 for method in THREE:
                     if method in chosen.methods:
                         rounds = steady(subject, equal=False)
                         run(method, cell(momentum, rate), rounds, momentum, rate, GRID_SEEDS)
-        for act in chosen.acts:
+        for act in (act for act in subject.acts if act in chosen.acts):
             rounds = _rounds(subject, act)
             rate = subject.rate * (2 if act == "large" else 1)
             for method in STUDIED.get(act, FOUR) if subject.studied else FOUR:
                 if method in chosen.methods:
-                    run(method, act, rounds, 0.9, rate, seeds)
+                    run(method, act, rounds, 0.9, rate, seeds or (QUICK_SEEDS if quick else SEEDS))
     return tuple(trials), tuple(notes)
