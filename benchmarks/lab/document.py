@@ -32,14 +32,14 @@ def written(text: str, folder: Path) -> str:
 
 
 def publish(document: Path = DOCUMENT) -> list[Path]:
-    """Make the tables and pictures of the document anew; which files were written."""
+    """Make the document's tables and the pictures it shows anew; which files were written."""
     folder = document.parent / "results"
     text = document.read_text()
     document.write_text(written(text, folder))
     files = [document]
     for name in dict.fromkeys(found[2] for found in _TABLE.finditer(text)):
         results = read(folder / f"{name}.json")
-        if results.benchmark in figures.DRAWN:
+        if results.benchmark in figures.DRAWN and f"results/{name}.svg" in text:
             files.append(folder / f"{name}.svg")
             figures.draw(results, files[-1])
     return files

@@ -124,7 +124,7 @@ def test_tables_and_pictures_are_made_from_the_file_alone(tmp_path: Path) -> Non
     results = tmp_path / "results"
     results.mkdir()
     (results / "tiny.json").write_bytes(TINY.read_bytes())
-    text = "# Title\n\n<!-- table:tiny -->\nold\n<!-- /table -->\nAfter.\n"
+    text = "# Title\n\n<!-- table:tiny -->\nold\n<!-- /table -->\n![](results/tiny.svg)\nAfter.\n"
     (tmp_path / "results.md").write_text(text)
     first = document.publish(tmp_path / "results.md")
     made = (tmp_path / "results.md").read_text()
