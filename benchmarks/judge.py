@@ -178,7 +178,7 @@ def _points(results: Results, target: Target) -> list[_Found]:
             theirs = results.by_seed(rival, target.model, act, target.figure)
             between = difference(ours, theirs)
             if between is None:
-                found.append(_no_trial(results, target, target.system if not ours else rival))
+                found.append(_Found(-math.inf, f"{act} not measured"))
                 continue
             value = between.low if target.kind == "points_low" else between.mean
             found.append(_Found(value - target.at_least, f"{act} {between}"))

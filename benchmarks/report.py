@@ -188,9 +188,14 @@ def sheets(results: Results) -> list[Sheet]:
 
 
 def judged(results: Results) -> list[Verdict]:
-    """Verdicts on the targets whose systems and acts all are in the results."""
-    present = {name for trial in results.trials for name in (trial.system, trial.model, trial.act)}
-    return judge(results, read_targets().target, frozenset(present))
+    """Verdicts on the targets of which anything is in the results; one measured in part is missed."""
+    present = {(trial.system, trial.model, trial.act) for trial in results.trials}
+    wanted = (
+        target
+        for target in read_targets().target
+        if any((target.system, target.model, act) in present for act in (*target.acts, target.act))
+    )
+    return judge(results, tuple(wanted))
 
 
 def verdict_sheet(title: str, words: tuple[str, str], verdicts: list[Verdict]) -> Sheet:
