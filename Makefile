@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.complete
 
-.PHONY: venv demo test check check-fast check-code check-processes bench format clean
+.PHONY: venv demo test check check-fast check-code check-processes bench lab format clean
 
 venv: $(STAMP)
 
@@ -49,6 +49,16 @@ bench: venv
 	$(BIN)/python -m benchmarks harvest --json docs/results/harvest.json
 	$(BIN)/python -m benchmarks overhead --json docs/results/overhead.json
 	$(BIN)/python -m benchmarks recovery --json docs/results/recovery.json
+
+# Accuracy on real data, in one process; the trace of spot GPUs is a CSV file named in PLIANT_SPOT_TRACE, else made up.
+LAB := elastic-accuracy:sgd elastic-accuracy:nesterov elastic-accuracy:adamw delay:cnn-sgd delay:cnn-adamw \
+       delay:batchnorm-sgd delay:transformer-adamw
+
+lab: venv
+	for part in $(LAB); do name=$${part%%:*}; only=$${part#*:}; \
+	  $(BIN)/python -m benchmarks $$name --only $$(echo $$only | tr - ' ') --json docs/results/$$name-$$only.json; done
+	$(BIN)/python -m benchmarks scaling-theory --json docs/results/scaling-theory.json
+	$(BIN)/python -m benchmarks publish
 
 format: venv
 	$(BIN)/ruff format .

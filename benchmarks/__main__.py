@@ -1,10 +1,11 @@
-"""``python -m benchmarks harvest|overhead|recovery [--quick] [--json FILE] [--only NAME …]`` and ``table FILE``.
+"""``python -m benchmarks NAME [--quick] [--json FILE] [--only NAME …]``, ``table FILE``, ``figure FILE``, ``publish``.
 
 Question  Are the targets met on this machine?
 Holds     The exit status is 0 only if every judged target is met.
 """
 
 import argparse
+import os
 import signal
 import sys
 import time
@@ -14,10 +15,12 @@ from rich.console import Console
 
 from benchmarks import harvest, overhead, report
 from benchmarks.judge import judge, read_targets
+from benchmarks.lab import delay, document, elastic, figures, theory
 from benchmarks.recovery import schedule as recovery
-from benchmarks.results import Results, machine, read, write
+from benchmarks.results import Machine, Results, machine, merged, read, write
 
 FILE_WIDTH = 160  # of tables where the output is no terminal
+SPOT_TRACE = "PLIANT_SPOT_TRACE"
 
 
 def _say(line: str) -> None:
@@ -27,19 +30,29 @@ def _say(line: str) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Judge Pliant by its targets.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("harvest", "overhead", "recovery"):
+    for name in MEASURES:
         command = commands.add_parser(name)
         command.add_argument("--quick", action="store_true", help="the same targets in under 15 minutes")
         command.add_argument("--json", type=Path, metavar="FILE", help="write every repeat here")
         command.add_argument(
-            "--only", nargs="+", default=[], metavar="NAME", help="systems, models, clusters, parts or acts"
+            "--only", nargs="+", default=[], metavar="NAME", help="systems, models, clusters, parts, acts, rules, …"
         )
+        if name in ("elastic-accuracy", "delay"):
+            command.add_argument("--add", action="store_true", help="to what is in the file already")
+            command.add_argument("--seeds", type=int, metavar="N", help="instead of 24 (quick: 8)")
+        if name == "elastic-accuracy":
+            command.add_argument("--spot-trace", type=Path, metavar="FILE", help=f"CSV of GPU counts; or {SPOT_TRACE}")
     table = commands.add_parser("table", help="the tables of a results file as markdown")
     table.add_argument("file", type=Path)
+    figure = commands.add_parser("figure", help="the picture of a results file")
+    figure.add_argument("file", type=Path)
+    figure.add_argument("picture", type=Path)
+    commands.add_parser("publish", help="make the tables and pictures of docs/results.md anew from docs/results")
     return parser.parse_args()
 
 
-def _harvested(quick: bool, only: list[str], say: harvest.Say) -> tuple[Results, frozenset[str]]:
+def _harvested(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
+    quick, only = arguments.quick, arguments.only
     chosen = harvest.selection(only)
     facts = machine()
     runs = harvest.measure(harvest.QUICK if quick else harvest.FULL, chosen, say)
@@ -47,7 +60,8 @@ def _harvested(quick: bool, only: list[str], say: harvest.Say) -> tuple[Results,
     return Results("harvest", quick, facts, runs), asked
 
 
-def _overheads(quick: bool, only: list[str], say: harvest.Say) -> tuple[Results, frozenset[str]]:
+def _overheads(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
+    quick, only = arguments.quick, arguments.only
     parts = overhead.selection(only)
     schedule = overhead.QUICK if quick else overhead.FULL
     facts = machine()
@@ -64,15 +78,67 @@ def _overheads(quick: bool, only: list[str], say: harvest.Say) -> tuple[Results,
     return Results("overhead", quick, facts, runs, memory, trials), asked
 
 
-def _recoveries(quick: bool, only: list[str], say: harvest.Say) -> tuple[Results, frozenset[str]]:
+def _recoveries(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
+    quick, only = arguments.quick, arguments.only
     chosen = recovery.selection(only)
     facts = machine()
     trials = recovery.measure(recovery.QUICK if quick else recovery.FULL, chosen, say)
     return Results("recovery", quick, facts, trials=trials), chosen.asked
 
 
+def _elastic(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
+    chosen = elastic.selection(arguments.only)
+    facts = _one_thread()
+    spot = arguments.spot_trace or (Path(os.environ[SPOT_TRACE]) if SPOT_TRACE in os.environ else None)
+    seeds = arguments.seeds or (elastic.QUICK_SEEDS if arguments.quick else elastic.SEEDS)
+    found = elastic.measure(seeds, chosen, spot, say)
+    results = Results(
+        "elastic-accuracy", arguments.quick, facts, trials=found.trials, curves=found.curves, notes=found.notes
+    )
+    return results, chosen.asked
+
+
+def _delayed(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
+    chosen = delay.selection(arguments.only)
+    facts = _one_thread()
+    trials, notes = delay.measure(arguments.quick, arguments.seeds, chosen, say)
+    return Results("delay", arguments.quick, facts, trials=trials, notes=notes), chosen.asked
+
+
+def _theory(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
+    parts = theory.selection(arguments.only)
+    facts = _one_thread()
+    trials, curves = theory.measure(arguments.quick, parts, say)
+    results = Results("scaling-theory", arguments.quick, facts, trials=trials, curves=curves)
+    return results, frozenset(name for trial in trials for name in (trial.system, trial.model, trial.act))
+
+
+def _one_thread() -> Machine:
+    """A stack of seeds is too small to share among threads, and two of these may run side by side."""
+    import torch
+
+    torch.set_num_threads(1)
+    return machine()
+
+
+MEASURES = {
+    "harvest": _harvested,
+    "overhead": _overheads,
+    "recovery": _recoveries,
+    "elastic-accuracy": _elastic,
+    "delay": _delayed,
+    "scaling-theory": _theory,
+}
+
+
 def main() -> int:
     arguments = _arguments()
+    if arguments.command == "figure":
+        figures.draw(read(arguments.file), arguments.picture)
+        return 0
+    if arguments.command == "publish":
+        print("\n".join(str(file) for file in document.publish()))
+        return 0
     if arguments.command == "table":
         results = read(arguments.file)
         print("\n".join(report.markdown(sheet) for sheet in report.sheets(results)))
@@ -81,13 +147,14 @@ def main() -> int:
     # An ending by signal must still end the worker processes: as an exception it does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
-    measure = {"harvest": _harvested, "overhead": _overheads, "recovery": _recoveries}[arguments.command]
     try:
-        results, asked = measure(arguments.quick, arguments.only, _say)
+        results, asked = MEASURES[arguments.command](arguments, _say)
     except ValueError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 2
     if arguments.json is not None:
+        if getattr(arguments, "add", False) and arguments.json.exists():
+            results = merged(read(arguments.json), results)
         write(results, arguments.json)
     return _show(results, asked, console)
 

@@ -11,10 +11,11 @@ import math
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import msgspec
 
+from benchmarks.differences import difference
 from benchmarks.ratios import paired
 from benchmarks.results import Figures, Results
 
@@ -37,8 +38,9 @@ class Target:
     margin: float = 0.0
     slack: float = 0.0
     act: str = ""
+    acts: tuple[str, ...] = ()
     figure: str = ""
-    of: str = "worst"  # of the trials: "worst" or "median"
+    of: str = "worst"  # of the trials: "worst", "median" or "mean"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +149,8 @@ def _bounded(results: Results, target: Target) -> list[_Found]:
     values = results.measured(target.system, target.model, target.act, target.figure)
     if not values or results.refusals(target.system, target.model, target.act):
         return [_no_trial(results, target, target.system)]
-    value = max(values) if target.of == "worst" else median(values)
-    beside = f"worst {max(values):.3f}" if target.of == "median" else f"median {median(values):.3f}"
+    value = {"worst": max, "median": median, "mean": fmean}[target.of](values)
+    beside = f"worst {max(values):.3f}" if target.of != "worst" else f"median {median(values):.3f}"
     return [_Found(target.at_most - value, f"{target.of} {value:.3f} of {len(values)} ({beside})")]
 
 
@@ -167,10 +169,32 @@ def _faster(results: Results, target: Target) -> list[_Found]:
     return found
 
 
+def _points(results: Results, target: Target) -> list[_Found]:
+    """The paired difference to each rival under each act: its mean, or the lower end of its interval."""
+    found: list[_Found] = []
+    for act in target.acts:
+        ours = results.by_seed(target.system, target.model, act, target.figure)
+        for rival in target.rivals:
+            theirs = results.by_seed(rival, target.model, act, target.figure)
+            between = difference(ours, theirs)
+            if between is None:
+                found.append(_Found(-math.inf, f"{act} not measured"))
+                continue
+            value = between.low if target.kind == "points_low" else between.mean
+            found.append(_Found(value - target.at_least, f"{act} {between}"))
+    return found
+
+
 def verdict(results: Results, target: Target) -> Verdict:
     """The worst of the target's comparisons decides; all are shown."""
     rules = {"harvest": _harvest, "not_below": _not_below}
-    whole = {"memory": _memory, "bounded": _bounded, "faster": _faster}
+    whole = {
+        "memory": _memory,
+        "bounded": _bounded,
+        "faster": _faster,
+        "points": _points,
+        "points_low": _points,
+    }
     if target.kind in whole:
         found = whole[target.kind](results, target)
     else:
@@ -189,7 +213,8 @@ def judge(results: Results, targets: tuple[Target, ...], asked: frozenset[str] |
 
 
 def _names(target: Target) -> set[str]:
-    return {target.system, *target.rivals, *target.clusters, *(name for name in (target.model, target.act) if name)}
+    single = (name for name in (target.model, target.act) if name)
+    return {target.system, *target.rivals, *target.clusters, *target.acts, *single}
 
 
 def middle(series: dict[int, Figures], of: str) -> float | None:

@@ -4,14 +4,15 @@ Holds     Every system asked for has a row. One that failed shows the reason whe
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from statistics import fmean, median
 
 from rich.table import Table
 
-from benchmarks.judge import Verdict, harvest_of, middle
+from benchmarks.judge import Verdict, harvest_of, judge, middle, read_targets
+from benchmarks.lab import tables as lab
 from benchmarks.ratios import paired
 from benchmarks.results import Results
+from benchmarks.sheet import Sheet
 
 NAMES = {
     "solo": "sum of solo speeds",
@@ -34,15 +35,6 @@ NAMES = {
     "memory_none": "Pliant, delay 1, no correction",
     "memory_lookahead": "Pliant, delay 1, look-ahead",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Sheet:
-    """A table as plain text cells."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
 
 
 def _unique(items: Iterable[str]) -> list[str]:
@@ -205,7 +197,20 @@ def sheets(results: Results) -> list[Sheet]:
         return [sheet for model in models for sheet in _harvest_sheets(results, model)]
     if results.benchmark == "recovery":
         return _recovery_sheets(results)
+    if results.benchmark in lab.SHEETS:
+        return lab.SHEETS[results.benchmark](results)
     return _overhead_sheets(results) + _memory_sheets(results) + _statistics_sheets(results)
+
+
+def judged(results: Results) -> list[Verdict]:
+    """Verdicts on the targets of which anything is in the results; one measured in part is missed."""
+    present = {(trial.system, trial.model, trial.act) for trial in results.trials}
+    wanted = (
+        target
+        for target in read_targets().target
+        if any((target.system, target.model, act) in present for act in (*target.acts, target.act))
+    )
+    return judge(results, tuple(wanted))
 
 
 def verdict_sheet(title: str, words: tuple[str, str], verdicts: list[Verdict]) -> Sheet:
@@ -235,8 +240,10 @@ def facts(results: Results) -> str:
     repeats = 1 + max((one.repeat for one in (*results.runs, *results.trials)), default=0)
     per_run = [len(run.clusters) for run in results.runs if run.clusters]
     windows = f"{fmean(per_run):.0f} windows per run, " if per_run else ""
+    counted = "seeds" if results.benchmark in lab.SHEETS else "repeats"
+    notes = "".join(f"; {note}" for note in results.notes)
     return (
         f"{machine.cores} cores, {machine.memory_gb} GB, {machine.system}, Python {machine.python}, "
-        f"torch {machine.torch}; {windows}{repeats} repeats{', quick' if results.quick else ''}; "
-        f"load before the start {machine.load_before}"
+        f"torch {machine.torch}; {windows}{repeats} {counted}{', quick' if results.quick else ''}; "
+        f"load before the start {machine.load_before}{notes}"
     )

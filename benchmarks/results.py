@@ -5,8 +5,9 @@ Holds     The values here are exactly the JSON file: encode and decode are inver
 
 import os
 import platform
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -56,7 +57,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One worker that died, hung, came or went; times in seconds. ``failure`` says why there are no figures."""
+    """One worker that died, hung, came or went (times in seconds), or one trained seed.
+
+    ``failure`` says why there are no figures.
+    """
 
     system: str
     model: str
@@ -64,6 +68,18 @@ class Trial:
     repeat: int
     figures: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A figure over the course of a run, as a mean over seeds."""
+
+    system: str
+    model: str
+    act: str
+    figure: str
+    places: tuple[float, ...]
+    values: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +92,8 @@ class Results:
     runs: tuple[Run, ...] = ()
     memory: tuple[Memory, ...] = ()
     trials: tuple[Trial, ...] = ()
+    curves: tuple[Curve, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def series(self, system: str, model: str, cluster: str) -> dict[int, Figures]:
         """Figures by repeat, of the repeats that gave any."""
@@ -95,6 +113,11 @@ class Results:
         found = (t for t in self.trials if (t.system, t.model, t.act) == (system, model, act))
         return [trial.figures[figure] for trial in found if figure in trial.figures]
 
+    def by_seed(self, system: str, model: str, act: str, figure: str) -> dict[int, float]:
+        """One figure of every trial that gave it, by its seed."""
+        found = (t for t in self.trials if (t.system, t.model, t.act) == (system, model, act))
+        return {trial.repeat: trial.figures[figure] for trial in found if figure in trial.figures}
+
     def refusals(self, system: str, model: str, act: str) -> list[str]:
         """Why trials of this kind have no figures."""
         found = (t for t in self.trials if (t.system, t.model, t.act) == (system, model, act))
@@ -113,6 +136,21 @@ def machine() -> Machine:
         torch=str(torch.__version__),
         system=platform.system(),
         load_before=round(os.getloadavg()[0], 2),
+    )
+
+
+def merged(before: Results, results: Results) -> Results:
+    """Both; where both measured the same, the newer."""
+
+    def kept(old: tuple[Any, ...], new: tuple[Any, ...]) -> tuple[Any, ...]:
+        known = {(one.system, one.model, one.act) for one in new}
+        return (*(one for one in old if (one.system, one.model, one.act) not in known), *new)
+
+    return replace(
+        results,
+        trials=kept(before.trials, results.trials),
+        curves=kept(before.curves, results.curves),
+        notes=tuple(dict.fromkeys((*before.notes, *results.notes))),
     )
 
 

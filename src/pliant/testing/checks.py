@@ -27,6 +27,10 @@ class Violation(AssertionError):
     """An invariant does not hold."""
 
 
+ENDLESS = 20_000
+"""exchanges in one history: a hundred times as many as the longest has"""
+
+
 class Checker:
     """Watches all workers and the journal of one world."""
 
@@ -65,6 +69,7 @@ class Checker:
         name, at = link.worker, (group.era, group.exchange)
         self.settled_s = self.world.now_s
         self.exchanges += 1
+        self.require(self.exchanges < ENDLESS, "exchanges follow each other, and nothing comes of it")
         self.world.note(
             what, name, group.era, group.exchange, group.round, "".join(str(int(s)) for s in group.standings)
         )

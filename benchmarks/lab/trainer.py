@@ -1,0 +1,218 @@
+"""One process that computes what a group of workers computes, for several seeds at once.
+
+Question  What weights does a group reach whose rounds have these shares, with this delay and this rate rule?
+Holds     A round's update is the weighted mean over the workers' samples, each gradient taken where that worker would
+          be: at the plain weights without delay; with it at the plain weights or at a look-ahead point of its own, one
+          round late. The last contribution is applied too. The schedule counts samples. Seeds never mix; one of them
+          equals a plain PyTorch loop on the same samples where there is no delay.
+Source    PAPERS §2 and §3; the library's own look-ahead and rate decisions.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, AdamW, Optimizer
+
+from benchmarks.lab.data import Data
+from benchmarks.lab.models import Stack, build
+from benchmarks.lab.points import WARM_UP, Contribution, Points
+from benchmarks.lab.rules import FIXED, Follower
+
+PASS = 1536  # samples of all seeds together in one forward pass: what stays in a core's cache
+BIN = 512  # samples over which the loss is averaged: one round of the largest batch
+STACK = 24  # seeds trained together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One configuration; the seeds come apart."""
+
+    model: str
+    optimizer: str
+    rate: float
+    rounds: tuple[tuple[int, ...], ...]
+    """samples of each worker, round by round"""
+    reference: int
+    momentum: float = 0.9
+    rule: str = FIXED
+    method: str = "synchronous"
+
+    @property
+    def samples(self) -> int:
+        return sum(map(sum, self.rounds))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one seed reached: share of right answers in per cent, held-out loss, training loss by bins of samples."""
+
+    seed: int
+    accuracy: float
+    loss: float
+    losses: tuple[float, ...]
+
+    @property
+    def diverged(self) -> bool:
+        return not math.isfinite(self.loss)
+
+
+def optimizer_of(plan: Plan, parameters: list[Tensor]) -> Optimizer:
+    if plan.optimizer == "adamw":
+        return AdamW(parameters, lr=plan.rate, betas=(plan.momentum, 0.999), weight_decay=0.01)
+    return SGD(parameters, lr=plan.rate, momentum=plan.momentum, nesterov=plan.optimizer == "nesterov")
+
+
+def scheduled(plan: Plan, consumed: int) -> float:
+    """Cosine over the samples consumed, in steps of the reference batch."""
+    place = consumed // plan.reference * plan.reference / plan.samples
+    return plan.rate * 0.5 * (1.0 + math.cos(math.pi * min(1.0, place)))
+
+
+def orders(seeds: Sequence[int], available: int, samples: int) -> Tensor:
+    """Positions of the samples each seed meets: one permutation after another."""
+    found: list[Tensor] = []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(1_000_003 + seed)
+        epochs = [torch.randperm(available, generator=generator) for _ in range(math.ceil(samples / available))]
+        found.append(torch.cat(epochs)[:samples])
+    return torch.stack(found)
+
+
+class Trainer:
+    """A stack of seeds under one plan."""
+
+    def __init__(self, plan: Plan, data: Data, seeds: Sequence[int]) -> None:
+        self.plan, self.data = plan, data
+        self.model: Stack = build(plan.model, seeds)
+        self.parameters: list[Tensor] = list(self.model.parameters())
+        self.optimizer = optimizer_of(plan, self.parameters)
+        self.order = orders(seeds, len(data.inputs), plan.samples)
+        self.follower = Follower(plan.rule, reference=plan.reference, momentum=plan.momentum)
+        self.points = Points(self.optimizer, plan.method, self.parameters)
+        self.largest = max(map(sum, plan.rounds))
+        self.drawn = 0
+        self.consumed = 0
+        self.bins = torch.zeros(len(self.model.seeds), math.ceil(plan.samples / BIN))
+        self.counts = torch.zeros(self.bins.shape[1])
+
+    def run(self) -> tuple[Outcome, ...]:
+        flying: list[Contribution] | None = None
+        for shares in self.plan.rounds:
+            handed_in = self._computed(shares, flying)
+            if flying is not None:
+                self._apply(flying)
+                flying = None
+            if self._delayed():
+                flying = handed_in
+            else:
+                self._apply(handed_in)
+        if flying is not None:
+            self._apply(flying)
+        return self._outcomes()
+
+    def _delayed(self) -> bool:
+        return self.drawn > WARM_UP.get(self.plan.method, 0.0) * self.plan.samples
+
+    def _computed(self, shares: tuple[int, ...], flying: list[Contribution] | None) -> list[Contribution]:
+        """Every worker's contribution, each taken at that worker's point."""
+        found: list[Contribution] = []
+        merged = [value.clone() for value in self.model.running]
+        remembered: list[list[Tensor]] = []
+        for worker, share in enumerate(shares):
+            if share == 0:
+                found.append(Contribution(0))
+                continue
+            if flying is not None:
+                own = flying[worker] if worker < len(flying) else None
+                self.points.go(own, self.follower.factor)
+            for value, known in zip(self.model.running, merged, strict=True):
+                value.copy_(known)
+            found.append(self._contribution(share))
+            remembered.append([value.clone() for value in self.model.running])
+            self.points.back()
+        self._merge(remembered, [share for share in shares if share])
+        return found
+
+    def _contribution(self, share: int) -> Contribution:
+        size = self.model.micro_batch or max(1, PASS // len(self.model.seeds))
+        passes = math.ceil(share / size)
+        sums: list[Tensor] = []
+        losses = torch.zeros(len(self.model.seeds))
+        for number in range(passes):
+            # Near-equal micro-batches, as the library cuts a share.
+            begin, end = (self.drawn + share * place // passes for place in (number, number + 1))
+            chosen = self.order[:, begin:end]
+            found = self.model.losses(self.data.inputs[chosen], self.data.targets[chosen])
+            gradients = torch.autograd.grad(found.sum(), self.parameters)
+            if sums:
+                torch._foreach_add_(sums, gradients)
+            else:
+                sums = list(gradients)
+            losses += found.detach().sum(1)
+        taken_at = [p.detach().clone() for p in self.parameters] if self.points.keeps_point else None
+        self.drawn += share
+        return Contribution(share, sums, losses, taken_at)
+
+    @torch.no_grad()
+    def _merge(self, remembered: list[list[Tensor]], shares: list[int]) -> None:
+        """Running statistics of the group as those of one mixture: PAPERS §4."""
+        total = sum(shares)
+        for place in range(0, len(self.model.running), 2):
+            pairs = [(each[place], each[place + 1]) for each in remembered]
+            weights = [share / total for share in shares]
+            mean = torch.stack([w * m for w, (m, _) in zip(weights, pairs, strict=True)]).sum(0)
+            square = torch.stack([w * (v + m * m) for w, (m, v) in zip(weights, pairs, strict=True)]).sum(0)
+            self.model.running[place].copy_(mean)
+            self.model.running[place + 1].copy_(square - mean * mean)
+
+    @torch.no_grad()
+    def _apply(self, contributions: list[Contribution]) -> None:
+        batch = sum(one.samples for one in contributions)
+        if self.points.keeps_point:
+            self.points.compensate(contributions)
+        present = [one.sums for one in contributions if one.sums is not None]
+        mean = [torch.stack(parts).sum(0) / batch for parts in zip(*present, strict=True)]
+        # The run's last round may be short; it never enters the rule.
+        short = self.consumed + batch >= self.plan.samples and batch < self.largest
+        factor = self.follower.factor if short else self.follower.follow(batch)
+        before = [p.detach().clone() for p in self.parameters] if self.plan.method == "displacement" else None
+        for p, gradient in zip(self.parameters, mean, strict=True):
+            p.grad = gradient
+        for group in self.optimizer.param_groups:
+            group["lr"] = scheduled(self.plan, self.consumed) * factor
+        self.optimizer.step()
+        self._record(contributions, batch)
+        self.consumed += batch
+        for group in self.optimizer.param_groups:
+            group["lr"] = scheduled(self.plan, self.consumed)
+        self.points.applied(contributions, mean, before)
+
+    def _record(self, contributions: list[Contribution], batch: int) -> None:
+        place = min(int((self.consumed + batch / 2) // BIN), self.bins.shape[1] - 1)
+        for one in contributions:
+            if one.losses is not None:
+                self.bins[:, place] += one.losses
+        self.counts[place] += batch
+
+    def _outcomes(self) -> tuple[Outcome, ...]:
+        right, loss = self.model.judged(self.data.held_inputs, self.data.held_targets)
+        curve = self.bins / self.counts
+        # A bin without a round (a round larger than a bin) has the one before it.
+        for place in range(1, curve.shape[1]):
+            if not self.counts[place]:
+                curve[:, place] = curve[:, place - 1]
+        return tuple(
+            Outcome(seed, float(right[place]) * 100, float(loss[place]), tuple(curve[place].tolist()))
+            for place, seed in enumerate(self.model.seeds)
+        )
+
+
+def train(plan: Plan, data: Data, seeds: Sequence[int]) -> tuple[Outcome, ...]:
+    """One outcome per seed, in stacks."""
+    found: list[Outcome] = []
+    for start in range(0, len(seeds), STACK):
+        found += Trainer(plan, data, seeds[start : start + STACK]).run()
+    return tuple(found)
