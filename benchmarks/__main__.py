@@ -1,4 +1,5 @@
-"""``python -m benchmarks harvest|overhead|recovery [--quick] [--json FILE] [--only NAME …]`` and ``table FILE``.
+"""``python -m benchmarks harvest|overhead|recovery|convergence [--quick] [--json FILE] [--only NAME …]``,
+``table FILE`` and ``plot FILE PICTURE``.
 
 Question  Are the targets met on this machine?
 Holds     The exit status is 0 only if every judged target is met.
@@ -8,11 +9,15 @@ import argparse
 import signal
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks import harvest, overhead, report
+from benchmarks.convergence import plot
+from benchmarks.convergence import schedule as convergence
 from benchmarks.judge import judge, read_targets
 from benchmarks.recovery import schedule as recovery
 from benchmarks.results import Results, machine, read, write
@@ -27,15 +32,20 @@ def _say(line: str) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Judge Pliant by its targets.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("harvest", "overhead", "recovery"):
+    for name in ("harvest", "overhead", "recovery", "convergence"):
         command = commands.add_parser(name)
         command.add_argument("--quick", action="store_true", help="the same targets in under 15 minutes")
         command.add_argument("--json", type=Path, metavar="FILE", help="write every repeat here")
         command.add_argument(
             "--only", nargs="+", default=[], metavar="NAME", help="systems, models, clusters, parts or acts"
         )
+        if name == "convergence":
+            command.add_argument("--seeds", type=int, metavar="N", help="so many instead of the usual number")
     table = commands.add_parser("table", help="the tables of a results file as markdown")
     table.add_argument("file", type=Path)
+    plot = commands.add_parser("plot", help="accuracy over time from a results file of convergence")
+    plot.add_argument("file", type=Path)
+    plot.add_argument("picture", type=Path, help="an .svg or .png file to write")
     return parser.parse_args()
 
 
@@ -65,6 +75,20 @@ def _recoveries(quick: bool, only: list[str], say: harvest.Say) -> tuple[Results
     return Results("recovery", quick, facts, trials=trials), chosen.asked
 
 
+def _converged(
+    quick: bool, only: list[str], say: harvest.Say, seeds: int | None = None
+) -> tuple[Results, frozenset[str]]:
+    chosen = convergence.selection(only)
+    schedule = convergence.QUICK if quick else convergence.FULL
+    if seeds is not None:
+        schedule = replace(schedule, seeds=seeds)
+    facts = machine()
+    trainings = convergence.measure(schedule, chosen, say)
+    asked = frozenset({*chosen.systems, *chosen.clusters})
+    results = Results("convergence", quick, facts, trainings=trainings, target_accuracy=schedule.target_accuracy)
+    return results, asked
+
+
 def main() -> int:
     arguments = _arguments()
     if arguments.command == "table":
@@ -72,10 +96,19 @@ def main() -> int:
         print("\n".join(report.markdown(sheet) for sheet in report.sheets(results)))
         print(report.facts(results))
         return 0
+    if arguments.command == "plot":
+        plot.write(read(arguments.file), arguments.picture)
+        return 0
     # An ending by signal must still end the worker processes: as an exception it does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
-    measure = {"harvest": _harvested, "overhead": _overheads, "recovery": _recoveries}[arguments.command]
+    measures = {
+        "harvest": _harvested,
+        "overhead": _overheads,
+        "recovery": _recoveries,
+        "convergence": partial(_converged, seeds=getattr(arguments, "seeds", None)),
+    }
+    measure = measures[arguments.command]
     try:
         results, asked = measure(arguments.quick, arguments.only, _say)
     except ValueError as error:
