@@ -49,6 +49,7 @@ bench: venv
 	$(BIN)/python -m benchmarks harvest --json docs/results/harvest.json
 	$(BIN)/python -m benchmarks overhead --json docs/results/overhead.json
 	$(BIN)/python -m benchmarks recovery --json docs/results/recovery.json
+	$(BIN)/python -m benchmarks convergence --json docs/results/convergence.json
 
 format: venv
 	$(BIN)/ruff format .

@@ -43,9 +43,9 @@ def _arguments() -> argparse.Namespace:
             command.add_argument("--seeds", type=int, metavar="N", help="so many instead of the usual number")
     table = commands.add_parser("table", help="the tables of a results file as markdown")
     table.add_argument("file", type=Path)
-    plot = commands.add_parser("plot", help="accuracy over time from a results file of convergence")
-    plot.add_argument("file", type=Path)
-    plot.add_argument("picture", type=Path, help="an .svg or .png file to write")
+    drawn = commands.add_parser("plot", help="accuracy over time from a results file of convergence")
+    drawn.add_argument("file", type=Path)
+    drawn.add_argument("picture", type=Path, help="an .svg or .png file to write")
     return parser.parse_args()
 
 
