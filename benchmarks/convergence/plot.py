@@ -1,7 +1,7 @@
 """Accuracy over time, one panel per cluster.
 
-Holds     Drawn from a results file alone. Of each system the middle of its seeds' curves is drawn, seed by seed on a
-          common grid of samples; the dashed line is the target.
+Holds     Drawn from a results file alone. Of each system the mean over its seeds is drawn, snapshot by snapshot; the
+          dashed line is the target.
 """
 
 from importlib import import_module

@@ -66,12 +66,18 @@ def tables(results: Results) -> list[Table]:
         seconds = [one.seconds[-1] for one in runs if one.seconds]
         return f"{fmean(seconds):.1f}" if seconds else "–"
 
+    def overlapped(runs: list[Training]) -> str:
+        shares = [one.figures["delayed"] for one in runs if "delayed" in one.figures]
+        return " ".join(f"{share:.2f}" for share in shares) or "–"
+
     columns = ("system", *clusters)
+    ours = [row for row in cell_per_cluster(overlapped) if row[0] == NAMES[OURS]]
     return [
         (f"Seconds to {100 * target:.1f} % accuracy, seed by seed", columns, cell_per_cluster(reached)),
         ("Its time to target ÷ that of Pliant, auto: median [95 %]", columns, _ratios(results, shown, clusters)),
         ("Final accuracy in %, after equal samples: mean (lowest–highest)", columns, cell_per_cluster(ended)),
         ("Seconds for all samples, mean", columns, cell_per_cluster(lasted)),
+        ("Share of the micro-batches that auto computed with delay 1, seed by seed", columns, ours),
     ]
 
 
