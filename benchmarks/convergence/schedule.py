@@ -16,11 +16,9 @@ from benchmarks.convergence.course import CLUSTERS, SLOW_NETWORK, Course
 from benchmarks.convergence.curve import final, seconds_to
 from benchmarks.convergence.network import Star, star
 from benchmarks.convergence.running import train
-from benchmarks.convergence.systems.names import ORACLE, OURS, SYSTEMS
+from benchmarks.convergence.systems.names import SYSTEMS
 from benchmarks.namespaces import NoNetwork
 from benchmarks.results import Training
-
-CLOSE = (OURS, "pliant_delay_1", "pliant_delay_0", "lb_bsp", ORACLE)
 
 Say = Callable[[str], None]
 
@@ -33,13 +31,13 @@ class Schedule:
     images: int
     epochs: int
     every: int
-    # What a synchronous run reaches after 50 to 60 % of its samples, and Local SGD, the last of all, before its end.
+    # What synchronous runs reach after about half of their samples, and Local SGD, the lowest in the end, before it.
     target_accuracy: float
     # Systems left out, by cluster: equal shares wait for the slowest worker, and are no contest there.
     without: dict[str, tuple[str, ...]]
 
 
-FULL = Schedule(seeds=5, images=10_240, epochs=3, every=1024, target_accuracy=0.835, without={})
+FULL = Schedule(seeds=5, images=10_240, epochs=3, every=1024, target_accuracy=0.825, without={})
 FAR = ("ddp", "local_sgd", "torchft")
 # 17 runs per seed of 10 to 18 s, and up to 10 s each to start, end and evaluate: 13 minutes on an idle machine.
 QUICK = Schedule(
