@@ -49,6 +49,7 @@ bench: venv
 	$(BIN)/python -m benchmarks harvest --json docs/results/harvest.json
 	$(BIN)/python -m benchmarks overhead --json docs/results/overhead.json
 	$(BIN)/python -m benchmarks recovery --json docs/results/recovery.json
+	$(BIN)/python -m benchmarks convergence --json docs/results/convergence.json
 
 # Accuracy on real data, in one process; the trace of spot GPUs is a CSV file named in PLIANT_SPOT_TRACE, else made up.
 LAB := elastic-accuracy:sgd elastic-accuracy:nesterov elastic-accuracy:adamw delay:cnn-sgd delay:cnn-adamw \

@@ -9,11 +9,14 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks import harvest, overhead, report
+from benchmarks.convergence import plot
+from benchmarks.convergence import schedule as convergence
 from benchmarks.judge import judge, read_targets
 from benchmarks.lab import delay, document, elastic, figures, theory
 from benchmarks.recovery import schedule as recovery
@@ -42,11 +45,13 @@ def _arguments() -> argparse.Namespace:
             command.add_argument("--seeds", type=int, metavar="N", help="instead of 24 (quick: 8)")
         if name == "elastic-accuracy":
             command.add_argument("--spot-trace", type=Path, metavar="FILE", help=f"CSV of GPU counts; or {SPOT_TRACE}")
+        if name == "convergence":
+            command.add_argument("--seeds", type=int, metavar="N", help="so many instead of the usual number")
     table = commands.add_parser("table", help="the tables of a results file as markdown")
     table.add_argument("file", type=Path)
     figure = commands.add_parser("figure", help="the picture of a results file")
     figure.add_argument("file", type=Path)
-    figure.add_argument("picture", type=Path)
+    figure.add_argument("picture", type=Path, help="an .svg or .png file to write")
     commands.add_parser("publish", help="make the tables and pictures of docs/results.md anew from docs/results")
     return parser.parse_args()
 
@@ -84,6 +89,20 @@ def _recoveries(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Result
     facts = machine()
     trials = recovery.measure(recovery.QUICK if quick else recovery.FULL, chosen, say)
     return Results("recovery", quick, facts, trials=trials), chosen.asked
+
+
+def _converged(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
+    chosen = convergence.selection(arguments.only)
+    schedule = convergence.QUICK if arguments.quick else convergence.FULL
+    if arguments.seeds is not None:
+        schedule = replace(schedule, seeds=arguments.seeds)
+    facts = machine()
+    trainings = convergence.measure(schedule, chosen, say)
+    asked = frozenset({*chosen.systems, *chosen.clusters})
+    results = Results(
+        "convergence", arguments.quick, facts, trainings=trainings, target_accuracy=schedule.target_accuracy
+    )
+    return results, asked
 
 
 def _elastic(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
@@ -125,6 +144,7 @@ MEASURES = {
     "harvest": _harvested,
     "overhead": _overheads,
     "recovery": _recoveries,
+    "convergence": _converged,
     "elastic-accuracy": _elastic,
     "delay": _delayed,
     "scaling-theory": _theory,
@@ -134,7 +154,8 @@ MEASURES = {
 def main() -> int:
     arguments = _arguments()
     if arguments.command == "figure":
-        figures.draw(read(arguments.file), arguments.picture)
+        results = read(arguments.file)
+        (plot.write if results.trainings else figures.draw)(results, arguments.picture)
         return 0
     if arguments.command == "publish":
         print("\n".join(str(file) for file in document.publish()))

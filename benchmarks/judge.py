@@ -15,6 +15,8 @@ from statistics import fmean, median
 
 import msgspec
 
+from benchmarks.convergence.tables import ratio_text
+from benchmarks.convergence.verdicts import Best, best_rival
 from benchmarks.differences import difference
 from benchmarks.ratios import paired
 from benchmarks.results import Figures, Results
@@ -185,6 +187,42 @@ def _points(results: Results, target: Target) -> list[_Found]:
     return found
 
 
+def _best_rivals(results: Results, target: Target) -> tuple[dict[str, Best], list[_Found]]:
+    """The best rival of each cluster; where there is none, what misses the target."""
+    best: dict[str, Best] = {}
+    troubles: list[_Found] = []
+    for cluster in target.clusters:
+        found = best_rival(results, target.system, target.rivals, cluster)
+        if isinstance(found, str):
+            troubles.append(_Found(-math.inf, found))
+        else:
+            best[cluster] = found
+    return best, troubles
+
+
+def _told(cluster: str, best: Best) -> str:
+    left_out = f" (not run: {', '.join(best.left_out)})" if best.left_out else ""
+    return f"{cluster} {ratio_text(best.ratio)} by {best.rival}{left_out}"
+
+
+def _sooner_on_average(results: Results, target: Target) -> list[_Found]:
+    """The best rival's time to target ÷ ours, averaged over the clusters; each is shown."""
+    best, troubles = _best_rivals(results, target)
+    if troubles:
+        return troubles
+    mean = fmean(one.ratio.median for one in best.values())
+    told = ", ".join(_told(cluster, one) for cluster, one in best.items())
+    return [_Found(mean - target.at_least, f"{mean:.3f} on average: {told}")]
+
+
+def _sooner(results: Results, target: Target) -> list[_Found]:
+    """The same on every cluster: its median, or (``sooner_for_sure``) its interval's lower end."""
+    best, troubles = _best_rivals(results, target)
+    for_sure = target.kind == "sooner_for_sure"
+    values = {cluster: one.ratio.low if for_sure else one.ratio.median for cluster, one in best.items()}
+    return troubles + [_Found(values[name] - target.at_least, _told(name, one)) for name, one in best.items()]
+
+
 def verdict(results: Results, target: Target) -> Verdict:
     """The worst of the target's comparisons decides; all are shown."""
     rules = {"harvest": _harvest, "not_below": _not_below}
@@ -194,6 +232,9 @@ def verdict(results: Results, target: Target) -> Verdict:
         "faster": _faster,
         "points": _points,
         "points_low": _points,
+        "sooner_on_average": _sooner_on_average,
+        "sooner": _sooner,
+        "sooner_for_sure": _sooner,
     }
     if target.kind in whole:
         found = whole[target.kind](results, target)

@@ -68,9 +68,10 @@ class Failure:
 
 def environment() -> dict[str, str]:
     """The parent's, with what every measured process shares."""
+    inherited = os.environ.get("PYTHONPATH", "")
     return {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *([inherited] if inherited else [])]),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -122,24 +123,27 @@ def _end_orphans(directory: Path) -> None:
                 os.kill(int(number), signal.SIGKILL)
 
 
+def start(line: list[str], directory: Path, number: int) -> subprocess.Popen[bytes]:
+    """One process in its own session, its output in ``log-N``."""
+    with (directory / f"log-{number}").open("wb") as log:
+        return subprocess.Popen(
+            line,
+            env=environment(),
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 @contextmanager
 def started(lines: list[list[str]], directory: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The processes, each in its own session, their output in ``log-N``; all ended on leaving."""
+    """The processes; all are ended on leaving, with those added to the list meanwhile."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for number, line in enumerate(lines):
-            with (directory / f"log-{number}").open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        line,
-                        env=environment(),
-                        cwd=directory,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
+            processes.append(start(line, directory, number))
         yield processes
     finally:
         for process in processes:

@@ -8,6 +8,7 @@ from statistics import fmean, median
 
 from rich.table import Table
 
+from benchmarks.convergence import tables as convergence
 from benchmarks.judge import Verdict, harvest_of, judge, middle, read_targets
 from benchmarks.lab import tables as lab
 from benchmarks.ratios import paired
@@ -195,6 +196,8 @@ def sheets(results: Results) -> list[Sheet]:
     if results.benchmark == "harvest":
         models = _unique(run.model for run in results.runs)
         return [sheet for model in models for sheet in _harvest_sheets(results, model)]
+    if results.benchmark == "convergence":
+        return [Sheet(title, columns, tuple(rows)) for title, columns, rows in convergence.tables(results)]
     if results.benchmark == "recovery":
         return _recovery_sheets(results)
     if results.benchmark in lab.SHEETS:
@@ -238,6 +241,8 @@ def facts(results: Results) -> str:
     """One line on the machine and the number of repeats."""
     machine = results.machine
     repeats = 1 + max((one.repeat for one in (*results.runs, *results.trials)), default=0)
+    if results.trainings:
+        repeats = len({one.seed for one in results.trainings})
     per_run = [len(run.clusters) for run in results.runs if run.clusters]
     windows = f"{fmean(per_run):.0f} windows per run, " if per_run else ""
     counted = "seeds" if results.benchmark in lab.SHEETS else "repeats"

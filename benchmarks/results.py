@@ -83,6 +83,20 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
+class Training:
+    """One training run's curve: samples, seconds of training and accuracy of each snapshot, in order."""
+
+    system: str
+    cluster: str
+    seed: int
+    samples: tuple[int, ...] = ()
+    seconds: tuple[float, ...] = ()
+    accuracy: tuple[float, ...] = ()
+    figures: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Results:
     """One invocation of one benchmark."""
 
@@ -94,6 +108,8 @@ class Results:
     trials: tuple[Trial, ...] = ()
     curves: tuple[Curve, ...] = ()
     notes: tuple[str, ...] = ()
+    trainings: tuple[Training, ...] = ()
+    target_accuracy: float = 0.0
 
     def series(self, system: str, model: str, cluster: str) -> dict[int, Figures]:
         """Figures by repeat, of the repeats that gave any."""

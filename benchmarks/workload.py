@@ -68,7 +68,7 @@ class _Pause(torch.autograd.Function):
         return grads[0], None, None
 
 
-class _Staged(nn.Module):
+class Staged(nn.Module):
     """A first layer, four stages that hold nearly all parameters, a head; paced by a device."""
 
     def __init__(self, device: Device) -> None:
@@ -81,7 +81,7 @@ class _Staged(nn.Module):
         return _Pause.apply(x, self.device, FORWARD_SHARE + (1 - FORWARD_SHARE) * passed)  # type: ignore[no-any-return]
 
 
-class Small(_Staged):
+class Small(Staged):
     """Four square layers."""
 
     def __init__(self, device: Device) -> None:
@@ -99,7 +99,7 @@ class Small(_Staged):
         return logits
 
 
-class Large(_Staged):
+class Large(Staged):
     """Four wide tables: a large dense gradient for little arithmetic, so that two cores carry four workers."""
 
     def __init__(self, device: Device) -> None:
@@ -117,7 +117,7 @@ class Large(_Staged):
         return logits
 
 
-MODELS: dict[str, type[_Staged]] = {"small": Small, "large": Large}
+MODELS: dict[str, type[Staged]] = {"small": Small, "large": Large}
 
 
 def make_model(name: str, device: Device) -> nn.Module:

@@ -9,14 +9,13 @@ Source    ours; token bucket filter, tc-tbf(8).
 """
 
 import os
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.namespaces import NoNetwork, inside, ip, namespaces, shape
 from benchmarks.recovery.disturbance import usual_gap_s
 from benchmarks.recovery.options import Options
 from benchmarks.recovery.pliant_trials import RUN, Book, Done, audited, follow_in
@@ -26,6 +25,7 @@ from pliant.launch import directory as run_directory
 
 HERE = 3  # workers on the fast side
 RATE = "400mbit"  # a round of the small model takes about 150 ms on it
+BURST = "256kb"
 FROZEN_MB = 192  # 4 s and more on the same wire
 STEADY_S = 4.0  # with the newcomer in
 SUBNET = "10.211.77"
@@ -39,55 +39,25 @@ class Wire:
     slow: str
 
 
-def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise Trouble(f"ip {' '.join(words)}: {done.stderr.strip()}")
-
-
 @contextmanager
 def wire() -> Iterator[Wire]:
     """Two namespaces and a shaped pair of interfaces between them."""
-    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
-        raise Trouble("network namespaces need root, ip and tc")
     names = Wire(f"pliant-f{os.getpid()}", f"pliant-s{os.getpid()}")
-    made: list[str] = []
     try:
-        for name in (names.fast, names.slow):
-            _ip("netns", "add", name)
-            made.append(name)
-            _ip("-n", name, "link", "set", "lo", "up")
-        _ip("-n", names.fast, "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", names.slow)
-        for number, name in enumerate((names.fast, names.slow), 1):
-            _ip("-n", name, "address", "add", f"{SUBNET}.{number}/24", "dev", "wire")
-            _ip("-n", name, "link", "set", "wire", "up")
-            shape = [
-                "tc",
-                "qdisc",
-                "add",
-                "dev",
-                "wire",
-                "root",
-                "tbf",
-                "rate",
-                RATE,
-                "burst",
-                "256kb",
-                "latency",
-                "50ms",
-            ]
-            done = subprocess.run(["ip", "netns", "exec", name, *shape], capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise Trouble(f"tc: {done.stderr.strip()}")
-        yield names
-    finally:
-        for name in made:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+        with namespaces([names.fast, names.slow]):
+            ip("-n", names.fast, "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", names.slow)
+            for number, name in enumerate((names.fast, names.slow), 1):
+                ip("-n", name, "address", "add", f"{SUBNET}.{number}/24", "dev", "wire")
+                ip("-n", name, "link", "set", "wire", "up")
+                shape(name, "wire", RATE, BURST)
+            yield names
+    except NoNetwork as error:
+        raise Trouble(str(error)) from error
 
 
 def _inside(namespace: str, line: list[str]) -> list[str]:
     # Every interface may carry gloo here; environment() confines it to loopback.
-    return ["ip", "netns", "exec", namespace, line[0], "-u", "GLOO_SOCKET_IFNAME", *line[1:]]
+    return inside(namespace, [line[0], "-u", "GLOO_SOCKET_IFNAME", *line[1:]])
 
 
 def slow_link(repeats: int, done: Done) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.clusters import Plan, phases
-from benchmarks.processes import ROOT, environment, reason, started
+from benchmarks.processes import ROOT, reason, start, started
 from benchmarks.recovery import options as recovery_options
 from benchmarks.recovery.options import Options
 from benchmarks.recovery.stamps import Trace, Traces
@@ -78,17 +78,7 @@ class Session:
 
     def add(self, line: list[str]) -> subprocess.Popen[bytes]:
         """One more process; it ends with the session."""
-        log = self.directory / f"log-{len(self.processes)}"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                line,
-                env=environment(),
-                cwd=self.directory,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        process = start(line, self.directory, len(self.processes))
         self.processes.append(process)
         return process
 

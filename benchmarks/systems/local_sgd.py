@@ -10,7 +10,7 @@ PERIOD = 8
 
 
 def train(worker: Worker) -> None:
-    form_group(worker)
+    form_group(worker.directory, worker.index, worker.plan.workers)
     averager = PeriodicModelAverager(period=PERIOD, warmup_steps=0)
     for number, (x, y) in enumerate(worker.batches(lambda: MICRO_BATCH)):
         worker.optimizer.zero_grad()

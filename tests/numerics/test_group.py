@@ -220,6 +220,7 @@ def test_a_delay_that_changes_keeps_the_weights_equal(batch: Any, monkeypatch: p
         seen.add((choice.delay, after.delay))
         return after, verdict
 
+    monkeypatch.setattr(overlap, "_FIRST", 1)
     monkeypatch.setattr(overlap, "_preferred", lambda choice: (1 - choice.delay, True))
     monkeypatch.setattr(overlap, "after", noted)
     _, _, record, states = trained(normed_model, sgd, batch=batch, delay="auto", epochs=4)

@@ -25,6 +25,8 @@ TRIAL = 8
 """Rounds whose harvest is taken together: single rounds scatter by some 10 %, eight by 3 or 4."""
 # Of those, the part that is waited before measuring begins: the pipeline fills or empties.
 _SETTLING = 0.25
+# Trials' lengths with which a run begins, without delay: the beginning is where a delay costs accuracy.
+_FIRST = 3
 # Synchronous rounds are good enough from this share of the other's harvest on; going back takes a little more.
 _ENOUGH = 0.97
 _TOO_LITTLE = 0.96
@@ -70,7 +72,8 @@ def after(choice: Choice, tickets: Sequence[Ticket], *, trial: int, full: bool) 
     if not full:
         return choice, None
     choice = _counted(choice, tickets, round(_SETTLING * trial))
-    if choice.counted < trial or choice.possible <= 0:
+    begins = choice.harvests == (None, None)
+    if choice.counted < (_FIRST * trial if begins else trial) or choice.possible <= 0:
         return choice, None
     seen = min(1.0, choice.made / choice.possible)
     harvests = (seen, choice.harvests[1]) if choice.delay == 0 else (choice.harvests[0], seen)
