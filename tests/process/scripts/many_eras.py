@@ -14,7 +14,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,12 @@ class Line:
     def keep(self, lines: Iterable[bytes], first: int) -> None:
         self.office.keep(list(lines), first)
         self.mailbox.take(Written(self.office.written))
+
+    def keep_earlier(self, lines: Sequence[bytes], first: int) -> None:
+        """What others have kept so far is theirs to tell."""
+
+    def unwritten(self) -> list[bytes]:
+        return []
 
     def plan(self, epochs: int | None, samples: int | None) -> None: ...
 
