@@ -22,7 +22,7 @@ AUTO = -1
 """as ``Policy.delay``: decided here"""
 
 TRIAL = 8
-"""Rounds whose harvest is taken together: single rounds scatter by some 10 %, eight by 3 or 4."""
+"""Rounds whose harvest is taken together: that of a single one is mostly scatter."""
 # Of those, the part that is waited before measuring begins: the pipeline fills or empties.
 _SETTLING = 0.25
 # Trials' lengths with which a run begins, without delay: the beginning is where a delay costs accuracy.

@@ -436,13 +436,11 @@ class Coordinator:
         )
 
     def _announce(self, effect: events.StartEra | events.PlanEra | events.BreakEra) -> None:
-        term = self._state.term
+        term, names = self._state.term, translation.texts(effect.roster)
         if isinstance(effect, events.BreakEra):
-            names = translation.texts(effect.roster)
             broken = messages.Broken(term, effect.era, effect.reason, effect.attempt, names)
             self._invite(broken, effect.attempt, effect.roster, effect.to)
             return
-        names = translation.texts(effect.roster)
         addresses = translation.addressed(dict(effect.addresses))
         match effect:
             case events.StartEra(era=era, attempt=attempt, donor=donor, exchange=exchange):
