@@ -204,7 +204,9 @@ class Replay:
     def _short(self, record: RoundRecord, group: Group) -> list[str]:
         """A round of a fixed batch that is not full, in mid-epoch."""
         lacking = group.policy.batch - record.batch
-        if self._lacking and (0 < lacking < dealing.LEAST or record.batch == 0):
+        # A crumb that a leaver has given back is left for the round after, at the end of an epoch too.
+        crumb = group.phase.ledger.remaining - record.batch < dealing.LEAST
+        if self._lacking and (0 < lacking < dealing.LEAST or record.batch == 0 or crumb):
             return []
         if (self._regrouped and lacking < 0) or (self._departed and lacking > 0):
             return []
