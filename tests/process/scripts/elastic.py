@@ -293,7 +293,7 @@ def updated() -> None:
     reach("updated")
     # Not after the last round of the loop: its phase is over then.
     if SCENARIO["nested"] and run.round % 3 == 0 and run.samples % TALLIED:
-        evaluated("nested", 5)
+        evaluated("nested", 24)
 
 
 def note_roster() -> None:
