@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.exceptions import ConnectionClosed, ConnectionClosedOK, InvalidHandshake, InvalidStatus
 from websockets.sync.client import ClientConnection
 from websockets.sync.client import connect as open_websocket
 
@@ -97,8 +97,7 @@ class Link:
         self.sends_lines = False
         self._outbox: deque[FromWorker] = deque()
         self._waiting = threading.Event()
-        self._leaving = False
-        self._closed = False
+        self._leaving = self._until_heard = self._closed = False
         self._beat_every_s = self.mailbox.welcome.dead_after_s / 10
         _close_in_children(self)
         self._receiver = threading.Thread(target=self._receive, name="pliant-link-in", daemon=True)
@@ -218,8 +217,13 @@ class Link:
             return list(self._lines)
 
     def finish(self, *, left: bool) -> None:
-        """Send what is queued, say that all went well, and close."""
-        self._leave(Finished(left=left))
+        """Send what is queued, say that all went well, and close.
+
+        Who has come to the end of the run holds its result. That has to be known: a coordinator that is away just now
+        would begin the run again.
+        """
+        self._until_heard = not left
+        self._leave(Finished(left=left), FAREWELL_S if left else GIVE_UP_S)
 
     def fail(self, reason: str, *, shown: bool, fatal: bool = False) -> None:
         """Send what is queued, say why this worker cannot go on, and close."""
@@ -231,15 +235,15 @@ class Link:
         self._waiting.set()
         self.connection.close()
 
-    def _leave(self, last: FromWorker) -> None:
+    def _leave(self, last: FromWorker, patience_s: float = FAREWELL_S) -> None:
         self._leaving = True
-        self._queue(last)
-        deadline_s = time.monotonic() + FAREWELL_S
-        self._sender.join(FAREWELL_S)
+        self._pledge(last)
         # The coordinator closes the connection when it has read everything.
-        self._receiver.join(max(0.0, deadline_s - time.monotonic()))
+        self._receiver.join(patience_s)
         self._closed = True
+        self._waiting.set()
         self.connection.close()
+        self._sender.join(FAREWELL_S)
         self._receiver.join(FAREWELL_S)
 
     def _queue(self, entry: FromWorker) -> None:
@@ -252,10 +256,15 @@ class Link:
         while not self._closed:
             try:
                 self.mailbox.take(decode_from_coordinator(self.connection.recv(decode=False)))
-            except (ConnectionClosed, OSError, EOFError, msgspec.DecodeError, TypeError):
-                over = self._leaving or self._closed or self.mailbox.trouble or self.mailbox.evicted
-                if over or not self._reconnected():
+            except (ConnectionClosed, OSError, EOFError, msgspec.DecodeError, TypeError) as error:
+                if self._is_over(heard=isinstance(error, ConnectionClosedOK)) or not self._reconnected():
                     return
+
+    def _is_over(self, *, heard: bool) -> bool:
+        """Whether a closed connection is the last one; ``heard``: the coordinator has closed it in good order."""
+        if self._closed or self.mailbox.trouble or self.mailbox.evicted:
+            return True
+        return self._leaving and (heard or not self._until_heard)
 
     def _reconnected(self) -> bool:
         """Find the coordinator again, under the same name."""
@@ -311,8 +320,7 @@ class Link:
             self._waiting.wait(max(0.0, beaten_s + self._beat_every_s - time.monotonic()))
             self._waiting.clear()
             entries += [self._outbox.popleft() for _ in range(len(self._outbox))]
-            last = any(isinstance(entry, Finished | Failed) for entry in entries)
-            if not last and time.monotonic() - beaten_s >= self._beat_every_s:
+            if not self._leaving and time.monotonic() - beaten_s >= self._beat_every_s:
                 beaten_s = time.monotonic()
                 entries.append(_beat(self.position))
             try:
@@ -326,8 +334,6 @@ class Link:
                 entries = [entry for entry in entries if not isinstance(entry, Beat)]
                 time.sleep(AGAIN_S)
                 self._waiting.set()
-            if last and not entries:
-                return
 
     def _unsent_lines(self) -> list[Lines]:
         """Forget what is on disk; what is to be sent now, in frames of bounded size."""

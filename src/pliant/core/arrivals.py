@@ -141,6 +141,8 @@ def _gone_on(state: Roster, slot: Slot, event: Arrived, now_s: float, trusting: 
         _, number = slot_part(event.worker)
         slot = replace(slot, names=max(slot.names, number))
         state = with_slot(state, slot)
+    if worker is None and isinstance(state.stage, Finishing):
+        return state, (Dismiss(event.peer, endings.FINISHED, completed=True),)
     if worker is None or worker.slot != event.slot or not isinstance(slot.process, Alive):
         reason = f"{event.worker} is no longer on the roster; it may come back under a new name"
         return state, (Refuse(event.peer, reason, again=True),)

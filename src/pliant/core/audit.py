@@ -109,6 +109,8 @@ class _Auditor:
         self._rounds = self._void = 0
         self._regrouped = False
         """right after an unplanned era"""
+        self._leaving: set[str] = set()
+        """who has said so"""
         self._end: EndRecord | None = None
         self._samples = self._skipped = self._cut = self._evaluations = self._eras = self._records = 0
         self._epochs: set[int] = set()
@@ -235,8 +237,8 @@ class _Auditor:
             return
         phase = self._open.pop()
         where, opened = f"phase {record.phase}", phase.record
-        # An ``evaluate`` in a loop body ends where nobody is left who was in it.
-        given_up = self._regrouped and opened.task == "evaluate"
+        # An ``evaluate`` in a loop body ends where nobody is left in it, or only those who go.
+        given_up = opened.task == "evaluate" and (self._regrouped or not self._leaving.isdisjoint(self._roster))
         if record.cut and not phase.broken and not given_up and opened.limit > 0:
             self._problem(f"{where}: cut {named(record.cut)} but no worker left its loop")
         for start, stop in record.cut:
@@ -319,6 +321,8 @@ class _Auditor:
     def _take_flags(self, where: str, worker: str, phase: _Phase | None, ticket: TicketLine) -> None:
         if phase is not None and ticket.flags & Flag.BREAK.value:
             phase.broken = True
+        if ticket.flags & Flag.LEAVING.value:
+            self._leaving.add(worker)
         if ticket.flags & Flag.FOLLOWING.value and ticket.samples:
             self._problem(f"{where}: {worker} hands in {ticket.samples} samples although it only goes along")
 

@@ -114,7 +114,11 @@ def advance(state: Roster, event: Event, now_s: float) -> Step:
         return state, _farewell(event, state.stage)
     if now_s - state.heard_s > state.dead_after_s / 2:
         # The coordinator itself was asleep: what it did not hear meanwhile proves nothing.
-        state = replace(state, patient_until_s=max(state.patient_until_s, now_s + state.dead_after_s))
+        until_s = now_s + state.dead_after_s
+        state = replace(state, patient_until_s=max(state.patient_until_s, until_s))
+        if state.heard_s < state.trusting_until_s:
+            # It had not found out yet who there is.
+            state = replace(state, trusting_until_s=max(state.trusting_until_s, until_s))
     state = replace(state, heard_s=now_s)
     state, effects = _take(state, event, now_s)
     for judge in (

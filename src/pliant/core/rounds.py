@@ -276,7 +276,6 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
     took_part = tuple(before or ticket.samples > 0 for before, ticket in zip(phase.took_part, tickets, strict=True))
     phase = replace(phase, ledger=remaining, took_part=took_part)
     broken = any(ticket.flags is not _NONE and ticket.flags & Flag.BREAK for ticket in tickets)
-    ended = broken or remaining.remaining == 0
     weight = math.fsum(ticket.weight for ticket in tickets)
     total = math.fsum(ticket.loss_sum for ticket in tickets)
     batch = sum(ticket.samples for ticket in tickets)
@@ -288,8 +287,10 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         finite = not any(ticket.flags is not _NONE and ticket.flags & Flag.NONFINITE for ticket in tickets)
         told, momentum = noise.told(group.noise, tickets), _momentum(group, tickets)
         group = _trained(group, tickets, told, momentum, finite=finite, short=short)
-    result = phase.total / phase.count if phase.kind is Kind.EVALUATE and phase.count else None
     group, phase = _moved(replace(group, exchange=group.exchange + 1), phase, tickets)
+    ended = broken or remaining.remaining == 0
+    result = phase.total / phase.count if ended and phase.kind is Kind.EVALUATE and phase.count else None
+    ended = ended or _deserted(group, phase)
     outcome = Settled(
         phase=phase.number,
         kind=phase.kind,
@@ -420,6 +421,12 @@ def _working(group: Group, phase: OpenPhase) -> list[int]:
         for member, standing in enumerate(group.standings)
         if standing is Standing.ACTIVE and phase.present[member]
     ]
+
+
+def _deserted(group: Group, phase: OpenPhase) -> bool:
+    """Whether an ``evaluate`` in a loop body goes on without anyone to compute it: who comes now is elsewhere."""
+    body = phase.inner or len(group.open) > 1
+    return body and Standing.LEAVING in group.standings and not _working(group, phase)
 
 
 def agreed_plan(group: Group, tickets: Sequence[Ticket]) -> tuple[int, int] | None:

@@ -95,6 +95,9 @@ class Membership:
         self.worker.close()
         if self.link is not None:
             self.link.finish(left=False)
+            if self.link.mailbox.evicted is not None:
+                # Nobody knows of this end, and the others begin anew: a second one may come.
+                raise RunEnded(self.link.mailbox.evicted)
 
     def fail(self, error: BaseException) -> None:
         """Leave because of an error. In a job, ends the process where the error is Pliant's own."""

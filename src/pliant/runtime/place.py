@@ -143,6 +143,12 @@ class Place:
         if mailbox.broken_era >= era:
             raise EraBroken(mailbox.broken_reason)
 
+    def look_entering(self, era: int) -> None:
+        """The same while ``era`` is being entered: another coordinator may not know of it, and begin a later one."""
+        self.look(era)
+        if self._mailbox.start is not None and self._mailbox.start.era > era:
+            raise EraBroken("another era has taken its place")
+
     def prepared(self, era: int) -> tuple[int, int]:
         """(term, era) of the planned era that this worker could switch to now; zeros if there is none."""
         plan = self._mailbox.plan
@@ -297,9 +303,7 @@ class Place:
         deadline_s = self._clock() + _FORM_S
         try:
             while not forming.over:
-                self.look(era)
-                if self._mailbox.start is not None and self._mailbox.start.era > era:
-                    raise EraBroken("another era has taken its place")
+                self.look_entering(era)
                 if self._clock() > deadline_s:
                     raise EraBroken("the group did not form in time")
                 self._sleep(_POLL_S)

@@ -2,9 +2,9 @@
 
 Question  What is written down of each era, phase and round, and when is it certain enough to be told?
 Holds     Every record is a function of the tickets, so all workers make the same ones, numbered alike. Lines of an
-          exchange are let go when the next one has completed, or an era's entry has confirmed it: what only a lost
-          worker applied is never told. One worker sends; the others keep theirs until they are on disk, and hand them
-          on with the state: whoever holds the state holds every line that may still be missing.
+          exchange are let go when one has completed to which all came after it: what only a lost worker applied is
+          never told. One worker sends; the others keep theirs until they are on disk, and hand them on with the
+          state: whoever holds the state holds every line that may still be missing.
 """
 
 from __future__ import annotations
@@ -80,16 +80,14 @@ class Reporter:
         self._link.keep_earlier([line.encode() for line in state["lines"][: max(0, self._joined - first)]], first)
 
     def confirmed(self) -> None:
-        """All members have settled the last exchange."""
+        """All members have settled the last exchange, or entered the era after it."""
         if self._held:
             self._link.keep(self._held, self.records - len(self._held))
             self._held = []
 
     def era(self, group: Group, entries: Sequence[Entry] | None, *, sends: bool) -> None:
         """A roster takes effect; ``sends``: this worker tells the journal from now on."""
-        if entries is not None:
-            # All who go on have agreed on it; of a planned era only the next exchange shows that they have.
-            self.confirmed()
+        # Only the next exchange shows that all have entered it: until then one may go back to the era before.
         self._write(
             journal.EraRecord(
                 era=group.era,
@@ -137,7 +135,9 @@ class Reporter:
 
     def settled(self, group: Group, outcome: Settled, handed_in: list[Ticket], rate: float) -> None:
         """An exchange of a phase was settled."""
-        self.confirmed()
+        if all(ticket.phase == group.phases for ticket in handed_in):
+            # Else it was in flight while an ``evaluate`` in the loop body came to its end.
+            self.confirmed()
         lines = [_line(ticket, spans) for ticket, spans in zip(handed_in, outcome.spans, strict=True)]
         entered = [(m, t.size, t.ahead) for m, t in enumerate(handed_in) if t.flags & Flag.READY]
         if outcome.kind is Kind.EVALUATE:

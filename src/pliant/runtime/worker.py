@@ -891,6 +891,8 @@ class Worker:
             return
         while not self._eras.users_state_arrived(self.group.exchange):
             self._look()
+            # Another newcomer may ask here, and is to ask elsewhere.
+            self._rest()
             self._sleep(_LOOK_S)
 
     # -- eras
@@ -1049,7 +1051,7 @@ class Worker:
         assert eras is not None
 
         def look() -> None:
-            eras.place.look(seat.era)
+            eras.place.look_entering(seat.era)
 
         if seat.exchange == 0:
             # Nobody has done anything yet: all begin with the leader's state.

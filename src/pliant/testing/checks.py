@@ -75,7 +75,10 @@ class Checker:
         )
         self.require(group.era > link.stopped_era, f"{name} settles {at} after it has stopped in {link.stopped_era}")
         era, exchange, number = self._last.get(name, (0, 0, 0))
-        grown = group.era >= era and group.exchange >= exchange and group.round >= number
+        # Who does not hold the state goes where those go who do.
+        grown = group.era >= era and (
+            name not in self.holders or (group.exchange >= exchange and group.round >= number)
+        )
         self.require(grown, f"{name}: from {(era, exchange, number)} to {(*at, group.round)}")
         self._last[name] = (*at, group.round)
         other, state = self._states.setdefault(at, (name, group))
@@ -103,6 +106,11 @@ class Checker:
         """A worker has come to the end of its script with everybody's results."""
         self.over = True
         self._ends.append((name, training.plain_values(), dict(state), group))
+
+    def unheard(self, name: str) -> None:
+        """Nobody will know of that end: the script does not go on."""
+        self._ends = [end for end in self._ends if end[0] != name]
+        self.over = bool(self._ends)
 
     # -- the journal
 

@@ -22,7 +22,6 @@ from pliant.control.client import AGAIN_S, CONNECT_S, FAREWELL_S, GIVE_UP_S, Lin
 from pliant.control.mailbox import Mailbox
 from pliant.control.messages import (
     Beat,
-    Failed,
     Finished,
     FromWorker,
     Hello,
@@ -104,9 +103,9 @@ class VirtualLink(Link):
         self._outbox: deque[FromWorker] = deque()
         self._entries: list[FromWorker] = []
         self._waiting = _Bell(self._ring)  # type: ignore[assignment]
-        self._leaving = self._closed = False
+        self._leaving = self._until_heard = self._closed = False
         self._ringing = False
-        self._sent_all = self._received_all = False
+        self._received_all = False
         self._beaten_s = process.world.now_s
         self.stopped_era = 0
         """nothing up to this era may be settled any more"""
@@ -145,16 +144,18 @@ class VirtualLink(Link):
         if self.process.alive:
             super().put(attempt, key, value)
 
-    def _leave(self, last: FromWorker) -> None:
+    def _leave(self, last: FromWorker, patience_s: float = FAREWELL_S) -> None:
         process = self.process
         process.world.note("farewell", self.worker, type(last).__name__)
         if isinstance(last, Finished) and not last.left:
             self.concluded()
         self._leaving = True
-        self._queue(last)
-        deadline_s = process.world.now_s + FAREWELL_S
-        while not (self._sent_all and self._received_all) and process.world.now_s < deadline_s:
-            process.idle(FAREWELL_S)
+        self._pledge(last)
+        deadline_s = process.world.now_s + patience_s
+        while not self._received_all and process.world.now_s < deadline_s:
+            process.idle(deadline_s - process.world.now_s)
+        if self.mailbox.evicted is not None:
+            self.unheard()
         self.close()
 
     def close(self) -> None:
@@ -178,11 +179,10 @@ class VirtualLink(Link):
     def _flush(self) -> None:
         self._ringing = False
         world, entries = self.process.world, self._entries
-        if self._closed or self._sent_all or not self.process.alive:
+        if self._closed or not self.process.alive:
             return
         entries += [self._outbox.popleft() for _ in range(len(self._outbox))]
-        last = any(isinstance(entry, Finished | Failed) for entry in entries)
-        if not last and world.now_s - self._beaten_s >= self._beat_every_s - 1e-9:
+        if not self._leaving and world.now_s - self._beaten_s >= self._beat_every_s - 1e-9:
             self._beaten_s = world.now_s
             entries.append(client._beat(self.position))
         try:
@@ -195,9 +195,6 @@ class VirtualLink(Link):
         except (ConnectionClosed, OSError):
             self._entries = [entry for entry in entries if not isinstance(entry, Beat)]
             world.after(AGAIN_S, lambda: self.process.in_background(self._ring))
-        if last and not entries:
-            self._sent_all = True
-            self.process.notice()
 
     # -- the receiver's thread
 
@@ -210,13 +207,15 @@ class VirtualLink(Link):
 
     concluded: Callable[[], None] = staticmethod(lambda: None)
     """called when the script has come to its end"""
+    unheard: Callable[[], None] = staticmethod(lambda: None)
+    """called when nobody will know of that end"""
     heard: Callable[[], None] = staticmethod(lambda: None)
     """called after every message: groups that are being formed look for their keys"""
 
     def _lost(self, end: Any) -> None:
         if end is not self.connection:
             return
-        if self._leaving or self._closed or self.mailbox.trouble or self.mailbox.evicted:
+        if self._is_over(heard=end.in_good_order):
             self._received_all = True
             self.process.notice()
             return

@@ -25,6 +25,8 @@ class End:
         self.other: End
         self.closed = False
         """this end knows that the connection is gone, or has closed it"""
+        self.in_good_order = False
+        """the other end has closed it"""
         self.blocked_until_s = 0.0
         """nothing that is sent from here arrives before"""
         self._last_s = 0.0
@@ -56,12 +58,13 @@ class End:
             world = self._wire.world
             arrives_s = max(self._last_s, self.blocked_until_s, world.now_s + self._wire.delay())
             self._last_s = arrives_s
-            world.at(arrives_s, self.other.learn)
+            world.at(arrives_s, lambda: self.other.learn(in_good_order=not self._wire.cut))
 
-    def learn(self) -> None:
+    def learn(self, *, in_good_order: bool = False) -> None:
         """The other end has closed, or the connection broke."""
         if not self.closed:
             self.closed = True
+            self.in_good_order = in_good_order
             self.lost()
 
 

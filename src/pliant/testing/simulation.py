@@ -330,6 +330,7 @@ class Script:
 
             link.heard = heard
             link.concluded = self._concluded
+            link.unheard = lambda: self.simulation.checker.unheard(self.name)
             return Place(link, form, described, donor.address, clock=process.world.clock, sleep=process.idle)
 
         def come_back() -> Place:
