@@ -45,12 +45,12 @@ class Contribution:
         return None if self.sums is None or not self.samples else [one / self.samples for one in self.sums]
 
 
-def _per_seed(values: Sequence[Tensor]) -> Tensor:
+def per_seed(values: Sequence[Tensor]) -> Tensor:
     """Squared norm over all parameters, seed by seed."""
     return torch.stack([value.flatten(1).square().sum(1) for value in values]).sum(0)
 
 
-def _spread(value: Tensor, like: Tensor) -> Tensor:
+def spread(value: Tensor, like: Tensor) -> Tensor:
     return value.view(-1, *[1] * (like.dim() - 1))
 
 
@@ -63,12 +63,12 @@ class Noise:
 
     def take(self, contributions: Sequence[Contribution], mean: Sequence[Tensor]) -> None:
         batch = sum(one.samples for one in contributions)
-        whole = _per_seed(mean)
+        whole = per_seed(mean)
         for one in contributions:
             own = one.mean()
             if own is None or one.samples == batch:
                 continue
-            part = _per_seed(own)
+            part = per_seed(own)
             signal = (batch * whole - one.samples * part) / (batch - one.samples)
             variance = (part - whole) / (1 / one.samples - 1 / batch)
             self.signal = signal if self.signal is None else self.signal.lerp(signal, 0.02)
@@ -121,7 +121,7 @@ class Points:
         trust = self.noise.trust(samples)
         if trust is None or self.last_mean is None:
             return mean
-        return [old.lerp(own, _spread(trust, own)) for own, old in zip(mean, self.last_mean, strict=True)]
+        return [old.lerp(own, spread(trust, own)) for own, old in zip(mean, self.last_mean, strict=True)]
 
     def back(self) -> None:
         self.ahead.back()

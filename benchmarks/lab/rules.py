@@ -1,12 +1,21 @@
 """The library's rate decisions, as the lab uses them.
 
-Question  By which factor is the schedule's rate multiplied in a round of this batch?
-Holds     Every call of the library's rate code from the lab is in this module. A rule that the lab cannot follow is
-          named here and skipped by the experiments.
-Source    pliant.core.rates.
+Question  By which factor is the schedule's rate multiplied in a round of this batch, and how far does it move the
+          schedule on?
+Holds     Every call of the library's rate code from the lab is in this module. Where a rule looks at the gradient's
+          noise every seed has a factor of its own, decided by the same code from that seed's norms.
+Source    pliant.core.rates, pliant.core.noise.
 """
 
-from pliant.core import rates
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pliant.core import noise, rates
+from pliant.core.tickets import Kind, Ticket
 
 FIXED = "fixed"
 """not a rule but the truth to compare with: the reference batch throughout"""
@@ -19,14 +28,37 @@ NAMES = {
     "adascale": "AdaScale, ramped",
     "sqrt_at_once": "√k, at once",
     "sqrt": "√k, ramped",
+    "sqrt_moments": "√k with β and ε, ramped",
 }
-_RULES = {"none": rates.constant(), FIXED: rates.constant(), "linear": rates.linear(), "sqrt": rates.sqrt()}
+_RULES = {
+    FIXED: rates.constant(),
+    "none": rates.constant(),
+    "linear": rates.linear(),
+    "sqrt": rates.sqrt(),
+    "sqrt_moments": rates.sqrt(moments=True),
+    "adascale": rates.adascale(),
+}
 AT_ONCE = "_at_once"
+PARTS = 4  # contributions of a round whose norms are taken
 
 
-def available(name: str) -> bool:
-    """Whether the lab can follow it: AdaScale has a gain of its own for every seed, and seeds are stacked here."""
-    return name.removesuffix(AT_ONCE) in _RULES
+def learns(name: str) -> bool:
+    """Whether the rule looks at the gradient's noise, and so has a factor for every seed."""
+    return name == "adascale"
+
+
+def moves_moments(name: str) -> bool:
+    """Whether Adam's betas and epsilon follow, too."""
+    return name == "sqrt_moments"
+
+
+def moved_moments(optimizer: Optimizer, factor: float) -> list[dict[str, Any]]:
+    """What each group's update takes of Adam's moments."""
+    found: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        betas, epsilon = rates.moments(group["betas"], group["eps"], factor)
+        found.append({"betas": betas, "eps": epsilon})
+    return found
 
 
 class Follower:
@@ -36,18 +68,68 @@ class Follower:
         self._rule = _RULES[name.removesuffix(AT_ONCE)]
         self._at_once = name.endswith(AT_ONCE)
         self._reference, self._momentum = reference, momentum
-        self._rate = rates.Rate()
+        self._rate, self.noise = rates.Rate(), noise.Noise()
+        self._round = self._samples = 0
         self.factor = 1.0
         """of the last full round: what is known while the next one is computed"""
+        self.scheduled = 0.0
+        """samples by which the schedule has moved on"""
 
-    def follow(self, batch: int) -> float:
-        """The factor for the update of a full round of ``batch`` samples."""
-        if self._at_once:
+    def follow(self, batch: int, *, short: bool = False) -> float:
+        """The factor for the update of a round of ``batch`` samples; a short one never enters the rule."""
+        if self._at_once and not short:
             # Not ``rates.at_once``, which follows the filtered batch: what is compared with has no filter either.
             self.factor = rates.target(self._rule, batch / self._reference)
-        else:
+        elif not short:
             self._rate = rates.follow(
-                self._rate, batch=batch, reference=self._reference, rule=self._rule, momentum=self._momentum
+                self._rate,
+                batch=batch,
+                reference=self._reference,
+                rule=self._rule,
+                momentum=self._momentum,
+                noise_scale=self.noise.scale,
             )
             self.factor = self._rate.factor
+        self.scheduled += rates.progress(self._rule, self._rate, batch=batch, reference=self._reference, short=short)
+        self._round += 1
+        self._samples += batch
         return self.factor
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the norms of the coming round are to be taken."""
+        return noise.is_due(self.noise, self._round + 1)
+
+    def learn(self, parts: Sequence[tuple[int, float]], square: float) -> None:
+        """After ``follow``: samples and squared norm of the round's contributions, and the squared norm of the mean."""
+        tickets = [
+            Ticket(1, self._round, 1, Kind.TRAIN, samples=samples, weight=float(samples), squared_norm=norm)
+            for samples, norm in parts
+        ]
+        known = noise.contributed(self.noise, self._round, self._samples, tickets)
+        if known.awaited:
+            self.noise = noise.measured(known, self._round, square, self._reference)
+
+
+class Followers:
+    """The factors of a stack of seeds under a rule that looks at the noise."""
+
+    def __init__(self, name: str, seeds: int, *, reference: int, momentum: float) -> None:
+        self._each = [Follower(name, reference=reference, momentum=momentum) for _ in range(seeds)]
+
+    @property
+    def is_due(self) -> bool:
+        return self._each[0].is_due
+
+    @property
+    def scheduled(self) -> list[float]:
+        return [one.scheduled for one in self._each]
+
+    def follow(self, batch: int, *, short: bool = False) -> list[float]:
+        return [one.follow(batch, short=short) for one in self._each]
+
+    def learn(self, parts: Sequence[tuple[int, Tensor]], squares: Tensor) -> None:
+        """The norms have a place for every seed."""
+        norms = torch.stack([square for _, square in parts]).tolist()
+        for place, (one, square) in enumerate(zip(self._each, squares.tolist(), strict=True)):
+            one.learn([(samples, norm[place]) for (samples, _), norm in zip(parts, norms, strict=True)], square)

@@ -3,13 +3,15 @@
 Question  What weights does a group reach whose rounds have these shares, with this delay and this rate rule?
 Holds     A round's update is the weighted mean over the workers' samples, each gradient taken where that worker would
           be: at the plain weights without delay; with it at the plain weights or at a look-ahead point of its own, one
-          round late. The last contribution is applied too. The schedule counts samples. Seeds never mix; one of them
-          equals a plain PyTorch loop on the same samples where there is no delay.
+          round late. The last contribution is applied too. The schedule counts samples, or what they were worth where
+          the rule says so: such a run goes on until its schedule is through. Seeds never mix; one of them equals a
+          plain PyTorch loop on the same samples where there is no delay.
 Source    PAPERS §2 and §3; the library's own look-ahead and rate decisions.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +20,13 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from benchmarks.lab.data import Data
 from benchmarks.lab.models import Stack, build
-from benchmarks.lab.points import WARM_UP, Contribution, Points
-from benchmarks.lab.rules import FIXED, Follower
+from benchmarks.lab.points import WARM_UP, Contribution, Points, per_seed, spread
+from benchmarks.lab.rules import FIXED, PARTS, Follower, Followers, learns, moved_moments, moves_moments
 
 PASS = 1536  # samples of all seeds together in one forward pass: what stays in a core's cache
 BIN = 512  # samples over which the loss is averaged: one round of the largest batch
 STACK = 24  # seeds trained together
+LONGEST = 4  # times the plan's samples: a run goes on no longer, whatever its schedule says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,8 @@ class Outcome:
     accuracy: float
     loss: float
     losses: tuple[float, ...]
+    samples: int = 0
+    """used until the schedule was through"""
 
     @property
     def diverged(self) -> bool:
@@ -65,7 +70,7 @@ def optimizer_of(plan: Plan, parameters: list[Tensor]) -> Optimizer:
     return SGD(parameters, lr=plan.rate, momentum=plan.momentum, nesterov=plan.optimizer == "nesterov")
 
 
-def scheduled(plan: Plan, consumed: int) -> float:
+def scheduled(plan: Plan, consumed: float) -> float:
     """Cosine over the samples consumed, in steps of the reference batch."""
     place = consumed // plan.reference * plan.reference / plan.samples
     return plan.rate * 0.5 * (1.0 + math.cos(math.pi * min(1.0, place)))
@@ -84,23 +89,26 @@ def orders(seeds: Sequence[int], available: int, samples: int) -> Tensor:
 class Trainer:
     """A stack of seeds under one plan."""
 
+    longest = 1
+    """times the plan's samples"""
+
     def __init__(self, plan: Plan, data: Data, seeds: Sequence[int]) -> None:
         self.plan, self.data = plan, data
         self.model: Stack = build(plan.model, seeds)
         self.parameters: list[Tensor] = list(self.model.parameters())
         self.optimizer = optimizer_of(plan, self.parameters)
-        self.order = orders(seeds, len(data.inputs), plan.samples)
+        self.order = orders(seeds, len(data.inputs), self.longest * plan.samples)
         self.follower = Follower(plan.rule, reference=plan.reference, momentum=plan.momentum)
         self.points = Points(self.optimizer, plan.method, self.parameters)
         self.largest = max(map(sum, plan.rounds))
         self.drawn = 0
         self.consumed = 0
-        self.bins = torch.zeros(len(self.model.seeds), math.ceil(plan.samples / BIN))
+        self.bins = torch.zeros(len(self.model.seeds), math.ceil(self.longest * plan.samples / BIN))
         self.counts = torch.zeros(self.bins.shape[1])
 
     def run(self) -> tuple[Outcome, ...]:
         flying: list[Contribution] | None = None
-        for shares in self.plan.rounds:
+        for shares in self._rounds():
             handed_in = self._computed(shares, flying)
             if flying is not None:
                 self._apply(flying)
@@ -112,6 +120,9 @@ class Trainer:
         if flying is not None:
             self._apply(flying)
         return self._outcomes()
+
+    def _rounds(self) -> Iterator[tuple[int, ...]]:
+        yield from self.plan.rounds
 
     def _delayed(self) -> bool:
         return self.drawn > WARM_UP.get(self.plan.method, 0.0) * self.plan.samples
@@ -175,20 +186,30 @@ class Trainer:
             self.points.compensate(contributions)
         present = [one.sums for one in contributions if one.sums is not None]
         mean = [torch.stack(parts).sum(0) / batch for parts in zip(*present, strict=True)]
-        # The run's last round may be short; it never enters the rule.
-        short = self.consumed + batch >= self.plan.samples and batch < self.largest
-        factor = self.follower.factor if short else self.follower.follow(batch)
         before = [p.detach().clone() for p in self.parameters] if self.plan.method == "displacement" else None
         for p, gradient in zip(self.parameters, mean, strict=True):
             p.grad = gradient
-        for group in self.optimizer.param_groups:
-            group["lr"] = scheduled(self.plan, self.consumed) * factor
-        self.optimizer.step()
+        # The run's last round may be short.
+        self._update(contributions, batch, short=self.consumed + batch >= self.plan.samples and batch < self.largest)
         self._record(contributions, batch)
         self.consumed += batch
         for group in self.optimizer.param_groups:
             group["lr"] = scheduled(self.plan, self.consumed)
         self.points.applied(contributions, mean, before)
+
+    def _update(self, contributions: list[Contribution], batch: int, *, short: bool) -> None:
+        """One step on the mean gradients."""
+        factor = self.follower.follow(batch, short=short)
+        groups = self.optimizer.param_groups
+        for group in groups:
+            group["lr"] = scheduled(self.plan, self.consumed) * factor
+        kept = [dict(group) for group in groups]
+        if moves_moments(self.plan.rule):
+            for group, values in zip(groups, moved_moments(self.optimizer, factor), strict=True):
+                group.update(values)
+        self.optimizer.step()
+        for group, values in zip(groups, kept, strict=True):
+            group.update(values)
 
     def _record(self, contributions: list[Contribution], batch: int) -> None:
         place = min(int((self.consumed + batch / 2) // BIN), self.bins.shape[1] - 1)
@@ -199,20 +220,67 @@ class Trainer:
 
     def _outcomes(self) -> tuple[Outcome, ...]:
         right, loss = self.model.judged(self.data.held_inputs, self.data.held_targets)
-        curve = self.bins / self.counts
+        last = int(self.counts.nonzero().max()) + 1
+        curve = (self.bins / self.counts)[:, :last]
         # A bin without a round (a round larger than a bin) has the one before it.
         for place in range(1, curve.shape[1]):
             if not self.counts[place]:
                 curve[:, place] = curve[:, place - 1]
         return tuple(
-            Outcome(seed, float(right[place]) * 100, float(loss[place]), tuple(curve[place].tolist()))
+            Outcome(seed, float(right[place]) * 100, float(loss[place]), tuple(curve[place].tolist()), self.consumed)
             for place, seed in enumerate(self.model.seeds)
         )
 
 
+class Learner(Trainer):
+    """The same under a rule that learns from the noise: every seed has a factor and a schedule of its own.
+
+    A round whose norms are taken has several contributions. Once the plan's rounds are used up the last full one is
+    repeated until the slowest schedule is through; a seed that is ahead stands still by then.
+    """
+
+    longest = LONGEST
+
+    def __init__(self, plan: Plan, data: Data, seeds: Sequence[int]) -> None:
+        if plan.method != "synchronous":
+            raise ValueError(f"{plan.rule} is followed without delay only")
+        super().__init__(plan, data, seeds)
+        self.followers = Followers(plan.rule, len(seeds), reference=plan.reference, momentum=plan.momentum)
+
+    def _rounds(self) -> Iterator[tuple[int, ...]]:
+        batches = [sum(shares) for shares in self.plan.rounds]
+        if batches[-1] < self.largest and len(batches) > 1:
+            batches.pop()
+        for place in itertools.count():
+            batch = batches[min(place, len(batches) - 1)]
+            if self.drawn + batch > self.longest * self.plan.samples or self._through():
+                return
+            parts = min(PARTS, batch) if self.followers.is_due else 1
+            yield tuple(batch * (part + 1) // parts - batch * part // parts for part in range(parts))
+
+    def _through(self) -> bool:
+        return min(self.followers.scheduled) >= self.plan.samples
+
+    def _update(self, contributions: list[Contribution], batch: int, *, short: bool) -> None:
+        before = [p.detach().clone() for p in self.parameters]
+        paces = [scheduled(self.plan, done) / self.plan.rate for done in self.followers.scheduled]
+        factors = self.followers.follow(batch)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.plan.rate
+        self.optimizer.step()
+        # An update is proportional to its rate.
+        scale = torch.tensor([pace * factor for pace, factor in zip(paces, factors, strict=True)])
+        for p, old in zip(self.parameters, before, strict=True):
+            p.copy_(old + spread(scale.to(p), p) * (p - old))
+        if len(contributions) > 1:
+            means = [(one.samples, per_seed(one.mean() or [])) for one in contributions]
+            self.followers.learn(means, per_seed([p.grad for p in self.parameters if p.grad is not None]))
+
+
 def train(plan: Plan, data: Data, seeds: Sequence[int]) -> tuple[Outcome, ...]:
     """One outcome per seed, in stacks."""
+    trainer = Learner if learns(plan.rule) else Trainer
     found: list[Outcome] = []
     for start in range(0, len(seeds), STACK):
-        found += Trainer(plan, data, seeds[start : start + STACK]).run()
+        found += trainer(plan, data, seeds[start : start + STACK]).run()
     return tuple(found)

@@ -16,6 +16,7 @@ def trial(system: str, key: str, act: str, outcome: Outcome, classes: int, peak:
         "accuracy": round(outcome.accuracy, 3),
         "loss": round(min(outcome.loss, WORST), 4) if finite else WORST,
         "diverged": float(diverged),
+        "samples": float(outcome.samples),
     }
     if peak is not None:
         figures["peak"] = round(peak, 3) if math.isfinite(peak) else WORST

@@ -24,6 +24,7 @@ from pliant.runtime import takeover
 from pliant.runtime.place import Place, Seat
 from pliant.runtime.takeover import Recipient, Takeover
 from pliant.runtime.update import Training
+from pliant.types import WorkerId
 
 _ENTRY = struct.Struct("<qqqqqq")
 # A loop over batches, and an evaluate inside it.
@@ -100,6 +101,8 @@ class Eras:
         self._in_time: Callable[[], None] | None = None
         self._takeover: Takeover | None = None
         self._asked_state: int | None = None
+        self._ahead: frozenset[WorkerId] = frozenset()
+        """who has run the script's code for an update that this worker, about to go, has not"""
         self._addresses: Mapping[str, str] = {}
         """where the members of the present era hand their state on"""
         self._steps = 0
@@ -163,10 +166,14 @@ class Eras:
 
     def serve(self, training: Training, group: Group) -> None:
         """Give newcomers what they asked for, as of now."""
+        standings = zip(group.roster, group.standings, strict=True)
+        active = {worker for worker, standing in standings if standing is Standing.ACTIVE}
 
         def snapshot(want: Sequence[str]) -> dict[str, Any]:
             if takeover.STATE in want and not self.holds_all:
                 raise LookupError("it waits for the user's state itself")
+            if takeover.STATE in want and not self._ahead.isdisjoint(active):
+                raise LookupError("it leaves, and others have a newer one")
             with training.plain():
                 return takeover.snapshot(training, self._carried, want)
 
@@ -250,11 +257,16 @@ class Eras:
         """An era has begun."""
         self._addresses = seat.addresses
 
-    def fell_behind(self, training: Training, group: Group) -> None:
-        """The script's code for an update has run on those who compute in ``group``, and not here: ask one of them."""
-        if self._takeover is not None or not self._carried["state"]:
-            return
+    def fell_behind(self, training: Training, group: Group, *, leaving: bool) -> None:
+        """The script's code for an update has run on those who compute in ``group``, and not here: ask one of them.
+
+        Who leaves needs it no more.
+        """
         computing = [worker for member, worker in enumerate(group.roster) if rounds.speaks(group, member)]
+        if leaving:
+            self._ahead = frozenset(computing)
+        if leaving or self._takeover is not None or not self._carried["state"]:
+            return
         donors = [self._addresses[worker] for worker in computing if worker in self._addresses]
         if donors and self.place.me not in computing:
             self._takeover = Takeover(training, self._carried, self._connect, tensors=False)

@@ -682,8 +682,8 @@ class Worker:
         self._witness.settled(self.group, outcome, handed_in, self.applied_rate)
         self.last = outcome
         missed = training and outcome.seen and not in_body
-        if missed and self._eras is not None and self.standing is Standing.ACTIVE:
-            self._eras.fell_behind(self.training, before)
+        if missed and self._eras is not None and self.standing is not Standing.FOLLOWING:
+            self._eras.fell_behind(self.training, before, leaving=self.standing is Standing.LEAVING)
         if outcome.ended:
             self._turned = self.group.exchange
             self._follow_result(outcome)
