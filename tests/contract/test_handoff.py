@@ -50,7 +50,7 @@ def passed(donor: Donor, newcomer: Recipient, state: dict[str, Any], exchange: i
     """What the newcomer gets of ``state``."""
     newcomer.request(1, exchange, list(state))
     until(lambda: donor.pending, "the request")
-    donor.serve(1, exchange, lambda want: {name: state[name] for name in want})
+    donor.serve(1, exchange, lambda want, as_of: {name: state[name] for name in want})
     return until(lambda: newcomer.arrived() or newcomer.failed, "the answer")
 
 
@@ -105,7 +105,7 @@ def test_every_kind_of_tensor_arrives(donor: Donor, newcomer: Recipient) -> None
 def test_requests_wait_for_their_era_and_exchange(donor: Donor, newcomer: Recipient) -> None:
     taken: list[Sequence[str]] = []
 
-    def snapshot(want: Sequence[str]) -> dict[str, Any]:
+    def snapshot(want: Sequence[str], as_of: int) -> dict[str, Any]:
         taken.append(want)
         return dict.fromkeys(want, 1)
 
@@ -132,7 +132,7 @@ def test_several_newcomers_are_served_at_one_rest(donor: Donor) -> None:
     answers: list[Any] = []
 
     def all_answered() -> bool:
-        donor.serve(1, 2, lambda want: {"x": torch.ones(1000)})
+        donor.serve(1, 2, lambda want, as_of: {"x": torch.ones(1000)})
         answers.extend(answer for each in newcomers if (answer := each.arrived()))
         return len(answers) == 3
 
@@ -146,7 +146,7 @@ def test_what_the_donor_cannot_give_is_a_text_at_the_newcomer(donor: Donor) -> N
         newcomer = Recipient(donor.address, TOKEN)
         newcomer.request(1, 1, ["x"])
         until(lambda: donor.pending, "the request")
-        donor.serve(1, 1, lambda want, state=state: {name: state[name] for name in want})
+        donor.serve(1, 1, lambda want, as_of, state=state: {name: state[name] for name in want})
         assert said in until(lambda newcomer=newcomer: newcomer.failed, "the failure")
         newcomer.close()
 
@@ -192,7 +192,7 @@ def test_a_donor_that_closes_in_mid_stream(donor: Donor, newcomer: Recipient) ->
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "write_chunks", closing)
-        donor.serve(1, 1, lambda want: {"x": large})
+        donor.serve(1, 1, lambda want, as_of: {"x": large})
         assert cut.wait(PATIENCE_S)
         assert newcomer.failed or until(lambda: newcomer.failed, "the failure")
     assert newcomer.arrived() is None

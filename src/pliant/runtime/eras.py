@@ -8,6 +8,7 @@ Source    docs/design/0007-elastic.md.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -70,7 +71,7 @@ class Donor(Protocol):
 
     pending: bool
 
-    def serve(self, era: int, exchange: int, snapshot: Callable[[Sequence[str]], dict[str, Any]]) -> None: ...
+    def serve(self, era: int, exchange: int, snapshot: Callable[[Sequence[str], int], dict[str, Any]]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -101,8 +102,10 @@ class Eras:
         self._in_time: Callable[[], None] | None = None
         self._takeover: Takeover | None = None
         self._asked_state: int | None = None
+        self._missed = math.inf
+        """the first exchange with an update whose code this worker, about to go, has not run"""
         self._ahead: frozenset[WorkerId] = frozenset()
-        """who has run the script's code for an update that this worker, about to go, has not"""
+        """who has run it for the last such update"""
         self._addresses: Mapping[str, str] = {}
         """where the members of the present era hand their state on"""
         self._steps = 0
@@ -169,10 +172,10 @@ class Eras:
         standings = zip(group.roster, group.standings, strict=True)
         active = {worker for worker, standing in standings if standing is Standing.ACTIVE}
 
-        def snapshot(want: Sequence[str]) -> dict[str, Any]:
+        def snapshot(want: Sequence[str], as_of: int) -> dict[str, Any]:
             if takeover.STATE in want and not self.holds_all:
                 raise LookupError("it waits for the user's state itself")
-            if takeover.STATE in want and not self._ahead.isdisjoint(active):
+            if takeover.STATE in want and as_of >= self._missed and not self._ahead.isdisjoint(active):
                 raise LookupError("it leaves, and others have a newer one")
             with training.plain():
                 return takeover.snapshot(training, self._carried, want)
@@ -263,8 +266,8 @@ class Eras:
         Who leaves needs it no more.
         """
         computing = [worker for member, worker in enumerate(group.roster) if rounds.speaks(group, member)]
-        if leaving:
-            self._ahead = frozenset(computing)
+        if leaving and computing:
+            self._missed, self._ahead = min(self._missed, group.exchange + 1), frozenset(computing)
         if leaving or self._takeover is not None or not self._carried["state"]:
             return
         donors = [self._addresses[worker] for worker in computing if worker in self._addresses]

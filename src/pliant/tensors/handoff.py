@@ -42,7 +42,7 @@ _STALLED_S = 30.0  # a stream without a byte for so long has broken
 _LOOK_S = 0.2  # how soon a thread sees that its peer or its owner has gone
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
-Snapshot = Callable[[Sequence[str]], dict[str, Any]]
+Snapshot = Callable[[Sequence[str], int], dict[str, Any]]
 
 
 class _Request(msgspec.Struct):
@@ -108,11 +108,12 @@ class Donor:
     def serve(self, era: int, exchange: int, snapshot: Snapshot) -> None:
         """The group is at rest after ``exchange``: copy what is due. Called by the main thread.
 
-        ``snapshot`` is given the names wanted and returns copies, which are sent while the main thread goes on.
+        ``snapshot`` is given the names wanted and the exchange after which they are, and returns copies, which are sent
+        while the main thread goes on.
         """
         for request in self._take_due(era, exchange):
             try:
-                state = snapshot(request.want)
+                state = snapshot(request.want, request.since[1])
             except Exception as error:
                 # A newcomer that asks for what is not there is its own problem; the run goes on.
                 request.answer(_Refusal(f"{type(error).__name__}: {error}"))

@@ -15,7 +15,7 @@ from typing import Any
 from pliant.tensors.handoff import is_due
 from pliant.testing.virtual import Process, World
 
-Snapshot = Callable[[Sequence[str]], dict[str, Any]]
+Snapshot = Callable[[Sequence[str], int], dict[str, Any]]
 
 
 class _Request:
@@ -59,7 +59,7 @@ class VirtualDonor:
         self.pending = bool(self._waiting)
         for request in due:
             try:
-                state = snapshot(request.want)
+                state = snapshot(request.want, request.since[1])
             except LookupError as error:
                 request.recipient.fail(str(error))
             else:
