@@ -89,6 +89,8 @@ class Link:
         self.mailbox = Mailbox(self._greet(connection, Hello(slot=slot, pid=os.getpid(), version=version)))
         self._pledges: dict[str, FromWorker] = {}
         """what a coordinator that has not heard it yet must be told"""
+        self._puts: list[Put] = []
+        """keys of the last group that was formed, or is being formed: some may have been lost with a connection"""
         self._lines: deque[bytes] = deque()
         self._lines_lock = threading.Lock()
         self._first_line = 0
@@ -175,9 +177,11 @@ class Link:
     def put(self, attempt: int, key: str, value: bytes) -> None:
         """Set a key for all members of the attempt."""
         self.mailbox.set_key(attempt, key, value)
+        message = Put(attempt=attempt, key=key, value=value)
+        self._puts = [*(each for each in self._puts if each.attempt >= attempt), message]
         # Not queued: forming a group is a chain of such messages, and a thread's wake-up would be in each link.
         try:
-            self.connection.send(encode(Put(attempt=attempt, key=key, value=value)))
+            self.connection.send(encode(message))
         except (ConnectionClosed, OSError) as error:
             raise TimeoutError("the coordinator is away: no group can be formed now") from error
 
@@ -310,8 +314,8 @@ class Link:
         self.mailbox.take(welcome)
         self.connection = connection
         self._sent_lines = max(welcome.written, self._first_line)
-        for pledge in list(self._pledges.values()):
-            self._queue(pledge)
+        for message in [*self._pledges.values(), *self._puts]:
+            self._queue(message)
 
     def _send(self) -> None:
         beaten_s = time.monotonic()

@@ -693,7 +693,8 @@ class Worker:
                 self._switch(outcome.plan, closed=flight.closed)
             except EraBroken as broken:
                 self._broken = broken
-            if self._broken is None and self.group.overlap and self.group.open and self._hands_in_at_once():
+            overlaps = before.overlap and self.group.overlap
+            if self._broken is None and overlaps and self.group.open and self._hands_in_at_once():
                 self._hand_in_or_remember(following, returning=False)
         self._cost_s = self._clock() - start
         self._give_up_if_hopeless()

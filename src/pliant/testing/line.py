@@ -25,6 +25,7 @@ from pliant.control.messages import (
     Finished,
     FromWorker,
     Hello,
+    Put,
     Refuse,
     Stop,
     decode_from_coordinator,
@@ -96,6 +97,7 @@ class VirtualLink(Link):
         self.local_address = slot
         self.position = Position()
         self._pledges: dict[str, FromWorker] = {}
+        self._puts: list[Put] = []
         self._lines: deque[bytes] = deque()
         self._lines_lock = threading.Lock()
         self._first_line = self._sent_lines = 0
