@@ -24,7 +24,8 @@ SAMPLES = 100_000  # five epochs of 20,000
 # lowest within the scatter is taken); AdamW 85.5, 86.6, 87.3 at 0.001, 0.002, 0.004.
 RATES = {"sgd": 0.02, "nesterov": 0.02, "adamw": 0.004}
 _SGD = ("none", "linear_at_once", "linear", "adascale")
-RULES = {"sgd": _SGD, "nesterov": _SGD, "adamw": ("none", "sqrt_at_once", "sqrt", "sqrt_moments")}
+_ADAM = ("none", "sqrt_at_once", "sqrt", "sqrt_moments", "adascale_moments")
+RULES = {"sgd": _SGD, "nesterov": _SGD, "adamw": _ADAM}
 SEEDS, QUICK_SEEDS = 24, 8
 
 RISE = 1.4  # times the batch before: a change worth a look at the loss

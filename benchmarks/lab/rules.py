@@ -8,11 +8,9 @@ Source    pliant.core.rates, pliant.core.noise.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from pliant.core import noise, rates
 from pliant.core.tickets import Kind, Ticket
@@ -29,6 +27,7 @@ NAMES = {
     "sqrt_at_once": "√k, at once",
     "sqrt": "√k, ramped",
     "sqrt_moments": "√k with β and ε, ramped",
+    "adascale_moments": "AdaScale with β and ε, ramped",
 }
 _RULES = {
     FIXED: rates.constant(),
@@ -37,6 +36,7 @@ _RULES = {
     "sqrt": rates.sqrt(),
     "sqrt_moments": rates.sqrt(moments=True),
     "adascale": rates.adascale(),
+    "adascale_moments": rates.adascale(moments=True),
 }
 AT_ONCE = "_at_once"
 PARTS = 4  # contributions of a round whose norms are taken
@@ -44,21 +44,17 @@ PARTS = 4  # contributions of a round whose norms are taken
 
 def learns(name: str) -> bool:
     """Whether the rule looks at the gradient's noise, and so has a factor for every seed."""
-    return name == "adascale"
+    return name.startswith("adascale")
 
 
 def moves_moments(name: str) -> bool:
     """Whether Adam's betas and epsilon follow, too."""
-    return name == "sqrt_moments"
+    return name.endswith("_moments")
 
 
-def moved_moments(optimizer: Optimizer, factor: float) -> list[dict[str, Any]]:
-    """What each group's update takes of Adam's moments."""
-    found: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        betas, epsilon = rates.moments(group["betas"], group["eps"], factor)
-        found.append({"betas": betas, "eps": epsilon})
-    return found
+def moments(betas: tuple[float, float], epsilon: float, factor: float) -> tuple[tuple[float, float], float]:
+    """Adam's betas and epsilon in an update whose rate is ``factor`` times the schedule's."""
+    return rates.moments(betas, epsilon, factor)
 
 
 class Follower:

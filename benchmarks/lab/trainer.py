@@ -21,7 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from benchmarks.lab.data import Data
 from benchmarks.lab.models import Stack, build
 from benchmarks.lab.points import WARM_UP, Contribution, Points, per_seed, spread
-from benchmarks.lab.rules import FIXED, PARTS, Follower, Followers, learns, moved_moments, moves_moments
+from benchmarks.lab.rules import FIXED, PARTS, Follower, Followers, learns, moments, moves_moments
 
 PASS = 1536  # samples of all seeds together in one forward pass: what stays in a core's cache
 BIN = 512  # samples over which the loss is averaged: one round of the largest batch
@@ -205,8 +205,8 @@ class Trainer:
             group["lr"] = scheduled(self.plan, self.consumed) * factor
         kept = [dict(group) for group in groups]
         if moves_moments(self.plan.rule):
-            for group, values in zip(groups, moved_moments(self.optimizer, factor), strict=True):
-                group.update(values)
+            for group in groups:
+                group["betas"], group["eps"] = moments(group["betas"], group["eps"], factor)
         self.optimizer.step()
         for group, values in zip(groups, kept, strict=True):
             group.update(values)
@@ -246,6 +246,9 @@ class Learner(Trainer):
             raise ValueError(f"{plan.rule} is followed without delay only")
         super().__init__(plan, data, seeds)
         self.followers = Followers(plan.rule, len(seeds), reference=plan.reference, momentum=plan.momentum)
+        self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self.parameters]
+        """of AdamW, where they move"""
+        self.steps = 0
 
     def _rounds(self) -> Iterator[tuple[int, ...]]:
         batches = [sum(shares) for shares in self.plan.rounds]
@@ -267,7 +270,10 @@ class Learner(Trainer):
         factors = self.followers.follow(batch)
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.rate
-        self.optimizer.step()
+        if moves_moments(self.plan.rule):
+            self._step(factors)
+        else:
+            self.optimizer.step()
         # An update is proportional to its rate.
         scale = torch.tensor([pace * factor for pace, factor in zip(paces, factors, strict=True)])
         for p, old in zip(self.parameters, before, strict=True):
@@ -275,6 +281,23 @@ class Learner(Trainer):
         if len(contributions) > 1:
             means = [(one.samples, per_seed(one.mean() or [])) for one in contributions]
             self.followers.learn(means, per_seed([p.grad for p in self.parameters if p.grad is not None]))
+
+    def _step(self, factors: Sequence[float]) -> None:
+        """AdamW with betas and epsilon for every seed."""
+        (group,) = self.optimizer.param_groups
+        moved = [moments(group["betas"], group["eps"], factor) for factor in factors]
+        self.steps += 1
+        for p, (first, second) in zip(self.parameters, self.moments, strict=True):
+            assert p.grad is not None
+            one, two, epsilon = (
+                spread(torch.tensor(values, dtype=p.dtype), p)
+                for values in zip(*((*betas, eps) for betas, eps in moved), strict=True)
+            )
+            first.lerp_(p.grad, 1 - one)
+            second.mul_(two).add_((1 - two) * p.grad.square())
+            length = (second / (1 - two**self.steps)).sqrt() + epsilon
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.sub_(group["lr"] * first / (1 - one**self.steps) / length)
 
 
 def train(plan: Plan, data: Data, seeds: Sequence[int]) -> tuple[Outcome, ...]:

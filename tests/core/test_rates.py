@@ -199,7 +199,7 @@ def test_rules_are_put_together_and_told_apart_by_their_text() -> None:
     assert rates.ramped("linear") == rates.linear() == rates.of("linear")
     assert sorted(RULES) == sorted({*RULES, "at_once(sqrt(moments=True))", "adascale"})
     assert all(str(rule) == text == repr(rule) and rates.of(rule) == rule for text, rule in RULES.items())
-    assert len({hash(rule) for rule in RULES.values()}) == len(RULES) == 10
+    assert len({hash(rule) for rule in RULES.values()}) == len(RULES) == 12
 
 
 @pytest.mark.parametrize(
@@ -241,6 +241,18 @@ def test_a_schedule_counts_samples_and_with_adascale_what_they_were_worth() -> N
         assert rates.progress(Rule(name), rate, batch=4100, reference=1000, short=False) == 4100.0
     assert rates.progress(Rule("adascale"), rate, batch=4100, reference=1000, short=False) == 3000.0
     assert rates.progress(Rule("adascale"), rate, batch=500, reference=1000, short=True) == 500.0
+
+
+@given(st.floats(0.25, 64.0), st.floats(0.0, 1e7))
+def test_for_adam_the_rate_grows_with_the_root_of_the_gain_and_the_schedule_with_all_of_it(
+    k: float, scale: float
+) -> None:
+    gain = rates.gain(k, REFERENCE, scale)
+    factor = rates.target(rates.adascale(moments=True), k, reference=REFERENCE, noise_scale=scale)
+    assert factor**2 == pytest.approx(gain)
+    worth = rates.progress(rates.adascale(moments=True), Rate(factor), batch=4096, reference=REFERENCE, short=False)
+    assert worth == pytest.approx(gain * REFERENCE)
+    assert factor <= max(1.0, rates.target(rates.sqrt(moments=True), k)) + 1e-12
 
 
 def test_what_adascale_learns_is_ramped_too() -> None:

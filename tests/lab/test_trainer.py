@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from benchmarks.lab import models
 from benchmarks.lab.data import Data
-from benchmarks.lab.trainer import Plan, Trainer, orders, scheduled
+from benchmarks.lab.trainer import Learner, Plan, Trainer, orders, scheduled
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -113,6 +113,36 @@ def test_a_seed_does_not_notice_its_neighbours() -> None:
     alone = Trainer(plan(), data, SEEDS[1:]).run()
     assert together[1].accuracy == alone[0].accuracy
     assert math.isclose(together[1].loss, alone[0].loss, rel_tol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"), [("sgd", "adascale"), ("nesterov", "adascale"), ("adamw", "adascale_moments")]
+)
+def test_at_the_reference_batch_what_learns_equals_what_does_not(kind: str, rule: str) -> None:
+    data = models.prepared("cnn", images())
+    fixed = Trainer(plan(optimizer=kind, rate=0.002), data, SEEDS)
+    learner = Learner(plan(optimizer=kind, rate=0.002, rule=rule), data, SEEDS)
+    for trainer in (fixed, learner):
+        trainer.run()
+    assert fixed.consumed == learner.consumed
+    for mine, theirs in zip(learner.parameters, fixed.parameters, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_what_learns_goes_on_until_every_schedule_is_through() -> None:
+    data = models.prepared("cnn", images())
+    shared = plan(rule="adascale", rounds=((16,),) * 8 + ((64,),) * 10)
+    learner = Learner(shared, data, SEEDS)
+    outcomes = learner.run()
+    done = learner.followers.scheduled
+    assert shared.samples <= learner.consumed <= learner.longest * shared.samples
+    assert min(done) >= shared.samples and done[0] != done[1], "a gain of its own for every seed"
+    assert {one.samples for one in outcomes} == {learner.consumed}
+    alone = Learner(shared, data, SEEDS[1:])
+    alone.run()
+    assert math.isclose(alone.followers.scheduled[0], done[1], rel_tol=0.05)
+    with pytest.raises(ValueError, match="without delay"):
+        Learner(plan(rule="adascale", method="plain"), data, SEEDS)
 
 
 def mean_gradient(model: models.Stack, data: Data, chosen: Tensor) -> list[Tensor]:

@@ -322,9 +322,11 @@ def _unproven(state: Roster) -> bool | None:
 
 
 def _numbers(state: Roster) -> tuple[int, int]:
-    # Its predecessor may have started eras that never came into the journal.
-    unknown = ERAS_UNKNOWN if state.term > 1 and state.last_attempt == 0 else 0
-    return state.last_era + unknown + 1, max(state.last_attempt, state.term * ATTEMPTS_PER_TERM) + 1
+    last = state.last_era
+    if state.term > 1 and state.last_attempt == 0:
+        # Its predecessors may have started eras that never came into the journal.
+        last = max(last + ERAS_UNKNOWN, ERAS_UNKNOWN * (state.term - 1))
+    return last + 1, max(state.last_attempt, state.term * ATTEMPTS_PER_TERM) + 1
 
 
 def _addresses(state: Roster, names: tuple[WorkerId, ...]) -> tuple[tuple[WorkerId, str], ...]:

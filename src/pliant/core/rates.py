@@ -62,9 +62,13 @@ def sqrt(*, moments: bool = False) -> Rule:
     return Rule("sqrt", moments=moments)
 
 
-def adascale() -> Rule:
-    """The rate grows by as much as the gradient's noise allows, and the schedule by what that was worth."""
-    return Rule("adascale")
+def adascale(*, moments: bool = False) -> Rule:
+    """The rate grows by as much as the gradient's noise allows, and the schedule by what that was worth.
+
+    ``moments``: for Adam and AdamW, whose steps have a length of their own: the rate grows with the root of the gain,
+    betas and epsilon follow as in ``sqrt``.
+    """
+    return Rule("adascale", moments=moments)
 
 
 def ramped(rule: Rule | str) -> Rule:
@@ -78,7 +82,7 @@ def at_once(rule: Rule | str) -> Rule:
 
 
 def _every() -> Mapping[str, Rule]:
-    bare = (constant(), linear(), sqrt(), sqrt(moments=True), adascale())
+    bare = (constant(), linear(), sqrt(), sqrt(moments=True), adascale(), adascale(moments=True))
     return {str(rule): rule for each in bare for rule in (each, replace(each, ramps=False))}
 
 
@@ -120,7 +124,8 @@ def target(rule: Rule, k: float, *, reference: int = 1, noise_scale: float | Non
         case "sqrt":
             return math.sqrt(k)
         case "adascale":
-            return gain(k, reference, noise_scale)
+            worth = gain(k, reference, noise_scale)
+            return math.sqrt(worth) if rule.moments else worth
         case name:
             raise ValueError(f"{name!r} is no rule")
 
@@ -179,5 +184,5 @@ def progress(rule: Rule, rate: Rate, *, batch: int, reference: int, short: bool)
     """
     if rule.name != "adascale":
         return float(batch)
-    worth = rate.factor * reference
+    worth = (rate.factor**2 if rule.moments else rate.factor) * reference
     return min(worth, float(batch)) if short else worth
