@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -47,6 +48,17 @@ def test_slow_sums_are_overlapped_and_the_user_hears_of_it_once() -> None:
     assert [verdict.delay for verdict in verdicts] == [1]
     assert verdicts[0].harvests[0] == pytest.approx(1 / 1.5)
     assert verdicts[0].harvests[1] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_where_both_are_about_as_good_the_user_is_not_told_again_and_again(seed: int) -> None:
+    chance = random.Random(seed)
+    sums = [max(0.0, chance.gauss(0.036, 0.08)) for _ in range(6000)]
+    delays, verdicts = played(lambda number: sums[number], len(sums))
+    assert set(delays) == {0, 1} and len(verdicts) <= 3
+    # Clearly another one is told, as before.
+    delays, verdicts = played(lambda number: sums[number] + (0.3 if number > 3000 else 0.0), len(sums))
+    assert verdicts[-1].delay == 1 and len(verdicts) <= 4
 
 
 @given(st.floats(0.05, 3.0))

@@ -30,10 +30,14 @@ _FIRST = 3
 # Synchronous rounds are good enough from this share of the other's harvest on; going back takes a little more.
 _ENOUGH = 0.97
 _TOO_LITTLE = 0.96
+# The user hears of another delay beyond these: two that are nearly alike may take turns for ever.
+_CLEARLY_ENOUGH, _CLEARLY_TOO_LITTLE = 0.99, 0.93
 # What trying the other delay may cost, in rounds lost per round …
 _COST = 0.005
 # … and at least and at most so many trials' lengths lie between two of them.
 _LEAST, _MOST = 8, 512
+# A harvest is the mean of about so many trials: one alone scatters by more than the 3 % in question.
+_REMEMBERED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,8 @@ class Choice:
     """samples that the same workers would have computed without waiting and without the rounds' cost"""
     harvests: tuple[float | None, float | None] = (None, None)
     """by delay, None: not measured yet"""
+    trials: int = 0
+    """that the harvest in force is the mean of, as far as it is remembered"""
     told: int | None = None
     """the delay that the user knows of"""
 
@@ -75,12 +81,15 @@ def after(choice: Choice, tickets: Sequence[Ticket], *, trial: int, full: bool) 
     begins = choice.harvests == (None, None)
     if choice.counted < (_FIRST * trial if begins else trial) or choice.possible <= 0:
         return choice, None
-    seen = min(1.0, choice.made / choice.possible)
+    seen, trials = min(1.0, choice.made / choice.possible), min(choice.trials + 1, _REMEMBERED)
+    known = choice.harvests[choice.delay]
+    if known is not None:
+        seen = known + (seen - known) / trials
     harvests = (seen, choice.harvests[1]) if choice.delay == 0 else (choice.harvests[0], seen)
-    choice = replace(choice, harvests=harvests, counted=0, made=0.0, possible=0.0)
+    choice = replace(choice, harvests=harvests, trials=trials, counted=0, made=0.0, possible=0.0)
     delay, certain = _preferred(choice)
     verdict = None
-    if certain and delay != choice.told:
+    if certain and delay != choice.told and (choice.told is None or _is_clear(harvests, delay)):
         choice, verdict = replace(choice, told=delay), Verdict(delay, harvests)
     if delay == choice.delay:
         if choice.rounds < _patience(choice, trial) or (delay == 0 and seen >= _ENOUGH):
@@ -91,7 +100,7 @@ def after(choice: Choice, tickets: Sequence[Ticket], *, trial: int, full: bool) 
 
 def moved(choice: Choice) -> Choice:
     """The roster has changed: measure anew, and try the other delay sooner."""
-    return replace(choice, rounds=0, counted=0, made=0.0, possible=0.0)
+    return replace(choice, rounds=0, counted=0, made=0.0, possible=0.0, trials=0)
 
 
 def _counted(choice: Choice, tickets: Sequence[Ticket], settling: int) -> Choice:
@@ -121,6 +130,13 @@ def _preferred(choice: Choice) -> tuple[int, bool]:
     return (0 if synchronous >= enough * overlapped else 1), True
 
 
+def _is_clear(harvests: tuple[float | None, float | None], delay: int) -> bool:
+    """Whether a change is worth a word: between the two bounds the delays are about as good as each other."""
+    synchronous, overlapped = harvests
+    ratio = (synchronous or 0.0) / (overlapped or 1.0)
+    return ratio >= _CLEARLY_ENOUGH if delay == 0 else ratio <= _CLEARLY_TOO_LITTLE
+
+
 def _patience(choice: Choice, trial: int) -> int:
     """Rounds until the other delay is tried again."""
     here, there = choice.harvests[choice.delay], choice.harvests[1 - choice.delay]
@@ -130,4 +146,5 @@ def _patience(choice: Choice, trial: int) -> int:
 
 
 def _changed(choice: Choice, delay: int) -> Choice:
-    return Choice(delay=delay, harvests=choice.harvests, told=choice.told)
+    # What was measured the last time still counts, as one trial.
+    return Choice(delay=delay, harvests=choice.harvests, trials=1, told=choice.told)
