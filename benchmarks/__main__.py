@@ -18,7 +18,7 @@ from benchmarks import harvest, overhead, report
 from benchmarks.convergence import plot
 from benchmarks.convergence import schedule as convergence
 from benchmarks.judge import judge, read_targets
-from benchmarks.lab import delay, document, elastic, figures, theory
+from benchmarks.lab import delay, document, elastic, figures, real, theory
 from benchmarks.recovery import schedule as recovery
 from benchmarks.results import Machine, Results, machine, merged, read, write
 
@@ -42,7 +42,8 @@ def _arguments() -> argparse.Namespace:
         )
         if name in ("elastic-accuracy", "delay"):
             command.add_argument("--add", action="store_true", help="to what is in the file already")
-            command.add_argument("--seeds", type=int, metavar="N", help="instead of 24 (quick: 8)")
+        if name in ("elastic-accuracy", "elastic-processes", "delay"):
+            command.add_argument("--seeds", type=int, metavar="N", help="instead of 24 (processes: 12; quick: 8, 3)")
         if name == "elastic-accuracy":
             command.add_argument("--spot-trace", type=Path, metavar="FILE", help=f"CSV of GPU counts; or {SPOT_TRACE}")
         if name == "convergence":
@@ -117,6 +118,15 @@ def _elastic(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, 
     return results, chosen.asked
 
 
+def _real(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
+    facts = _one_thread()
+    seeds = arguments.seeds or (real.QUICK_SEEDS if arguments.quick else real.SEEDS)
+    trials, notes = real.measure(seeds, say)
+    return Results("elastic-processes", arguments.quick, facts, trials=trials, notes=notes), frozenset(
+        {*real.NAMES, real.KEY, real.ACT}
+    )
+
+
 def _delayed(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
     chosen = delay.selection(arguments.only)
     facts = _one_thread()
@@ -146,6 +156,7 @@ MEASURES = {
     "recovery": _recoveries,
     "convergence": _converged,
     "elastic-accuracy": _elastic,
+    "elastic-processes": _real,
     "delay": _delayed,
     "scaling-theory": _theory,
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from statistics import fmean, stdev
 
 from benchmarks.differences import difference
-from benchmarks.lab import rules, theory, traces
+from benchmarks.lab import real, rules, theory, traces
 from benchmarks.lab.delay import ACTS
 from benchmarks.lab.points import METHODS
 from benchmarks.results import Results
@@ -69,6 +69,19 @@ def _elastic(results: Results) -> list[Sheet]:
         title = f"Worst loss after a rise of the batch ÷ loss before it, {key}, {seeds}"
         found.append(Sheet(title, ("rule", *names), tuple(rows)))
     return found
+
+
+def _real(results: Results) -> list[Sheet]:
+    rows = []
+    for system, name in real.NAMES.items():
+        values = [
+            compared(results, system, rival, real.KEY, real.ACT) if system != rival else NOTHING
+            for rival in (rules.FIXED, real.REPLAYED)
+        ]
+        own = results.by_seed(system, real.KEY, real.ACT, "accuracy")
+        rows.append((name, _scatter(own.values()), *(value.partition(" ")[2] or NOTHING for value in values)))
+    title = f"Accuracy in %, differences in points [95 %], {real.KEY}, {_seeds(results, real.KEY, [real.ACT])}"
+    return [Sheet(title, ("", "accuracy", "to the fixed batch", "to the same rounds in one process"), tuple(rows))]
 
 
 def _grid(results: Results, key: str, cells: list[str]) -> Sheet:
@@ -142,6 +155,7 @@ def _theory(results: Results) -> list[Sheet]:
 
 SHEETS: dict[str, Callable[[Results], list[Sheet]]] = {
     "elastic-accuracy": _elastic,
+    "elastic-processes": _real,
     "delay": _delay,
     "scaling-theory": _theory,
 }

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +28,14 @@ PASS = 1536  # samples of all seeds together in one forward pass: what stays in 
 BIN = 512  # samples over which the loss is averaged: one round of the largest batch
 STACK = 24  # seeds trained together
 LONGEST = 4  # times the plan's samples: a run goes on no longer, whatever its schedule says
+
+
+class Decides(Protocol):
+    """Whatever says the factor of each round."""
+
+    factor: float
+
+    def follow(self, batch: int, *, short: bool = False) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +107,7 @@ class Trainer:
         self.parameters: list[Tensor] = list(self.model.parameters())
         self.optimizer = optimizer_of(plan, self.parameters)
         self.order = orders(seeds, len(data.inputs), self.longest * plan.samples)
-        self.follower = Follower(plan.rule, reference=plan.reference, momentum=plan.momentum)
+        self.follower: Decides = Follower(plan.rule, reference=plan.reference, momentum=plan.momentum)
         self.points = Points(self.optimizer, plan.method, self.parameters)
         self.largest = max(map(sum, plan.rounds))
         self.drawn = 0

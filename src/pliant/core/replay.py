@@ -47,8 +47,8 @@ class Replay:
         """the contributions in progress were made up after somebody went: a crumb may be missing, or all of it"""
         self._regrouped = False
         """what survivors kept, of one contribution or the next, may be more than a batch"""
-        self._departed = False
-        """somebody has gone with samples in its hand: the contribution in progress may lack them"""
+        self._departed = 0
+        """rounds that may lack what somebody has gone with: the contribution in progress and the one dealt after it"""
         self._lost = False
 
     def take(self, record: Record) -> list[str]:
@@ -86,12 +86,13 @@ class Replay:
                 return [f"{where}: has entries, but there was no era to come from"]
             self._group = rounds.founded(_UNKNOWN, record.era, roster)
         elif record.entries is None:
-            self._departed = any(
+            with_samples = any(
                 hand.queue
                 for phase in group.open
                 for worker, hand in zip(group.roster, phase.ledger.hands, strict=True)
                 if worker not in roster
             )
+            self._departed = (2 if group.overlap else 1) if with_samples else 0
             self._group = rounds.switched(group, record.era, roster)
         else:
             entries = [Entry(each.active, tuple(each.dropped), tuple(each.kept)) for each in record.entries]
@@ -198,7 +199,7 @@ class Replay:
             if not group.policy.floating and not outcome.ended and record.batch != group.policy.batch:
                 problems += self._short(record, group)
             self._lacking, self._regrouped = Standing.LEAVING in self._group.standings, False
-            self._departed = False
+            self._departed = max(0, self._departed - 1)
         return [f"{where}: {text}" for text in problems]
 
     def _short(self, record: RoundRecord, group: Group) -> list[str]:
