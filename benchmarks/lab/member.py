@@ -7,6 +7,7 @@ Holds     Initial weights, order of samples, optimizer and schedule of a seed ar
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from benchmarks.lab.elastic import MODEL, RATES, SAMPLES
 from benchmarks.lab.trainer import Plan, optimizer_of, orders, scheduled
 
 MICRO_BATCH = 32
+DEVICE_S = 0.04  # of a micro-batch: what is there to compute would be over before a newcomer has come
 EPOCHS = SAMPLES // data.TRAINED
 
 
@@ -51,6 +53,7 @@ def main() -> None:
     ) as run:
         for _ in run.epochs(EPOCHS):
             for inputs, targets in run.batches(TensorDataset(ready.inputs, ready.targets), size=MICRO_BATCH):
+                time.sleep(DEVICE_S)
                 run.backward(model.losses(inputs[None], targets[None]).mean())
                 run.step()
     right, loss = model.judged(ready.held_inputs, ready.held_targets)

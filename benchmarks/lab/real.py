@@ -112,18 +112,26 @@ def read(path: Path, seed: int, available: int) -> History:
     return History(shares, tuple(factors), torch.cat(used), eras, len(names))
 
 
-def _samples(path: Path) -> int:
-    """How far the run is, by the last whole line of its journal that tells."""
-    try:
-        found = re.findall(rb'"samples_total":(\d+)', path.read_bytes()[-20_000:])
-    except OSError:
-        return 0
-    return int(found[-1]) if found else 0
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is, by what is on disk."""
+
+    samples: int = 0
+    workers: int = 0
+
+    @classmethod
+    def of(cls, path: Path) -> "Progress":
+        try:
+            text = path.read_bytes()
+        except OSError:
+            return cls()
+        samples = re.findall(rb'"samples_total":(\d+)', text[-20_000:])
+        rosters = re.findall(rb'"kind":"era".*?"roster":\[([^\]]*)\]', text)
+        return cls(int(samples[-1]) if samples else 0, rosters[-1].count(b",") + 1 if rosters else 0)
 
 
 def _disturbed(directory: Path, ended: Callable[[], bool], chance: random.Random) -> None:
-    """Scale the run up, kill a worker, scale it down, as it gets there."""
-    path = directory / RUN / "journal.jsonl"
+    """Scale the run up, kill a worker, scale it down, as it gets there; raises ``ValueError`` if it does not."""
 
     def kill() -> None:
         alive = [int(mark.name.removeprefix("pid-")) for mark in directory.glob("pid-*")]
@@ -133,21 +141,26 @@ def _disturbed(directory: Path, ended: Callable[[], bool], chance: random.Random
     def scale(workers: int) -> None:
         asking.post(run_directory.access(directory / RUN), "/scale", {"workers": workers})
 
-    deeds: list[tuple[float, Callable[[], None]]] = [
-        (0.1, lambda: scale(5)),
-        (0.5, kill),
-        (0.75, lambda: scale(1)),
+    # From how many samples on, and with how many workers there.
+    deeds: list[tuple[float, int, Callable[[], None]]] = [
+        (0.05, 2, lambda: scale(5)),
+        (0.3, 5, kill),
+        (0.35, 4, lambda: None),
+        (0.6, 5, lambda: scale(1)),
     ]
     until_s = time.monotonic() + END_S
     while not ended():
         if time.monotonic() > until_s:
             raise ValueError(f"did not end within {END_S:.0f} s")
-        if deeds and _samples(path) >= deeds[0][0] * SAMPLES:
+        progress = Progress.of(directory / RUN / run_directory.JOURNAL)
+        if deeds and progress.workers == deeds[0][1] and progress.samples >= deeds[0][0] * SAMPLES:
             try:
-                deeds.pop(0)[1]()
+                deeds.pop(0)[2]()
             except PliantError as error:
                 raise ValueError(str(error)) from error
         time.sleep(LOOK_S)
+    if deeds:
+        raise ValueError("the run was over before everything had happened; is the machine very busy?")
 
 
 def real(seed: int, available: int) -> tuple[Outcome, History]:
@@ -161,7 +174,7 @@ def real(seed: int, available: int) -> tuple[Outcome, History]:
             files = list(directory.glob("reached-*.json"))
             if process.returncode or not files:
                 raise ValueError(reason(directory, f"ended with status {process.returncode}"))
-        history = read(directory / RUN / "journal.jsonl", seed, available)
+        history = read(directory / RUN / run_directory.JOURNAL, seed, available)
         reached = msgspec.json.decode(files[0].read_bytes(), type=_Reached)
     return Outcome(seed, reached.accuracy, reached.loss, (), sum(map(sum, history.rounds))), history
 
