@@ -292,12 +292,11 @@ def _started(state: Roster, chosen: list[Worker], donor: WorkerId, exchange: int
         member = worker.standing
         if isinstance(member, Member):
             level = founding or (member.active and member.exchange == exchange)
-            member = replace(
-                member, stopped_s=None, failed="", active=True if level else _unproven(state), progress_s=now_s
-            )
+            # Whoever takes the state over holds it when it says so, not before.
+            member = replace(member, stopped_s=None, failed="", active=bool(level), progress_s=now_s)
         elif isinstance(member, Waiting):
             # In the first era everybody takes over the leader's state at once.
-            member = Member(member.address, now_s, active=True if founding else _unproven(state), progress_s=now_s)
+            member = Member(member.address, now_s, active=founding, progress_s=now_s)
         state = with_standing(state, replace(worker, heard_s=now_s), member)
     state = _in_order(state, names)
     era, attempt = _numbers(state)
@@ -314,11 +313,6 @@ def _started(state: Roster, chosen: list[Worker], donor: WorkerId, exchange: int
     )
     text = f"era {start.era}: {', '.join(names)}"
     return state, (start, Note("era", text, quiet=True))
-
-
-def _unproven(state: Roster) -> bool | None:
-    """Whether one that takes the state over holds it: not before it says so, where beats tell."""
-    return False if state.tells_active else None
 
 
 def _numbers(state: Roster) -> tuple[int, int]:
@@ -365,7 +359,7 @@ def _planned(state: Roster, now_s: float) -> Step:
         return state, notes
     for worker in joining:
         assert isinstance(worker.standing, Waiting)
-        member = Member(worker.standing.address, now_s, active=_unproven(state), progress_s=now_s)
+        member = Member(worker.standing.address, now_s, active=False, progress_s=now_s)
         state = with_standing(state, replace(worker, heard_s=now_s), member)
     roster = (*(worker.name for worker in staying), *(worker.name for worker in joining))
     to = (*(worker.name for worker, _ in present), *(worker.name for worker in joining))

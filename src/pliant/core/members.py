@@ -344,8 +344,6 @@ class Roster:
     """eras started in a row without an exchange settled in between"""
     started_at: int = -1
     """``exchange`` of the last era that was started"""
-    tells_active: bool = False
-    """beats say who holds the state: a newcomer does not until its own say so"""
     broken: str = ""
     """why the era cannot go on; empty: it can"""
     hearsay: bool = False

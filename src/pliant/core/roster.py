@@ -208,7 +208,6 @@ def _heard(state: Roster, worker: Worker, event: OfWorker, now_s: float) -> Step
 
 def _beaten(state: Roster, worker: Worker, beat: Beaten, now_s: float) -> Roster:
     member = worker.standing
-    state = replace(state, tells_active=state.tells_active or beat.active is not None)
     if not isinstance(member, Member):
         return state
     moved = beat.waiting or beat.waiting != member.waiting or beat.progress != member.progress
