@@ -49,6 +49,12 @@ def _seeds(results: Results, key: str, acts: Iterable[str]) -> str:
     return f"{min(counts)} to {max(counts)} seeds" if len(counts) > 1 else f"{max(counts, default=0)} seeds"
 
 
+def _longer(results: Results, rule: str, key: str, act: str) -> str:
+    used = results.by_seed(rule, key, act, "samples")
+    usual = results.by_seed(rules.FIXED, key, act, "samples")
+    return _scatter(used[seed] / usual[seed] for seed in used if usual.get(seed))
+
+
 def _elastic(results: Results) -> list[Sheet]:
     found: list[Sheet] = []
     for key in _unique(trial.model for trial in results.trials):
@@ -68,6 +74,14 @@ def _elastic(results: Results) -> list[Sheet]:
             rows.append((rules.NAMES[rule], *(_scatter(peak.values()) for peak in peaks)))
         title = f"Worst loss after a rise of the batch ÷ loss before it, {key}, {seeds}"
         found.append(Sheet(title, ("rule", *names), tuple(rows)))
+        rows = [
+            (rules.NAMES[rule], *(_longer(results, rule, key, act) for act in acts))
+            for rule in systems
+            if rules.learns(rule)
+        ]
+        if rows:
+            title = f"Samples until the schedule was through ÷ samples of the others, {key}, {seeds}"
+            found.append(Sheet(title, ("rule", *names), tuple(rows)))
     return found
 
 

@@ -136,15 +136,14 @@ def _objection(state: Roster, slot: Slot) -> str | None:
 def _gone_on(state: Roster, slot: Slot, event: Arrived, now_s: float, trusting: bool) -> Step:
     """A worker lost its connection, or its coordinator, and goes on."""
     worker = worker_of(state, event.worker)
-    if worker is None and isinstance(state.stage, Finishing) and event.era == 0:
-        # It was never in the run: there is nothing left to do.
-        return state, (Dismiss(event.peer, endings.FINISHED, completed=True),)
-    if worker is None and trusting and _is_credible(state, slot, event):
+    finishing = isinstance(state.stage, Finishing)
+    # At the end only a member has anything to say.
+    if worker is None and trusting and not (finishing and event.era == 0) and _is_credible(state, slot, event):
         worker = _taken_at_its_word(event, now_s)
         _, number = slot_part(event.worker)
         slot = replace(slot, names=max(slot.names, number))
         state = with_slot(state, slot)
-    if worker is None and isinstance(state.stage, Finishing):
+    if worker is None and finishing:
         return state, (Dismiss(event.peer, endings.FINISHED, completed=True),)
     if worker is None or worker.slot != event.slot or not isinstance(slot.process, Alive):
         reason = f"{event.worker} is no longer on the roster; it may come back under a new name"
