@@ -58,6 +58,7 @@ LAB := elastic-accuracy:sgd elastic-accuracy:nesterov elastic-accuracy:adamw del
 lab: venv
 	for part in $(LAB); do name=$${part%%:*}; only=$${part#*:}; \
 	  $(BIN)/python -m benchmarks $$name --only $$(echo $$only | tr - ' ') --json docs/results/$$name-$$only.json; done
+	$(BIN)/python -m benchmarks elastic-processes --json docs/results/elastic-processes.json
 	$(BIN)/python -m benchmarks scaling-theory --json docs/results/scaling-theory.json
 	$(BIN)/python -m benchmarks publish
 

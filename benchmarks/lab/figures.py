@@ -21,6 +21,8 @@ COLOURS = {
     "linear": "#2a6f97",
     "sqrt": "#2a6f97",
     "adascale": "#5b8e3e",
+    "sqrt_moments": "#8d6bb1",
+    "adascale_moments": "#5b8e3e",
     "synchronous": "#333333",
     "plain": "#d1603d",
     "lookahead": "#2a6f97",

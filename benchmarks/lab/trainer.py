@@ -270,6 +270,9 @@ class Learner(Trainer):
             parts = min(PARTS, batch) if self.followers.is_due else 1
             yield tuple(batch * (part + 1) // parts - batch * part // parts for part in range(parts))
 
+    def _delayed(self) -> bool:
+        return False
+
     def _through(self) -> bool:
         return min(self.followers.scheduled) >= self.plan.samples
 

@@ -138,6 +138,7 @@ def test_what_learns_goes_on_until_every_schedule_is_through() -> None:
     assert shared.samples <= learner.consumed <= learner.longest * shared.samples
     assert min(done) >= shared.samples and done[0] != done[1], "a gain of its own for every seed"
     assert {one.samples for one in outcomes} == {learner.consumed}
+    assert not learner._delayed(), "nothing is one round late, beyond the plan's samples either"
     alone = Learner(shared, data, SEEDS[1:])
     alone.run()
     assert math.isclose(alone.followers.scheduled[0], done[1], rel_tol=0.05)
