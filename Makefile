@@ -24,7 +24,7 @@ check: venv
 	$(MAKE) --jobs=2 --output-sync=target check-code check-processes
 
 # Tests with real processes wait half of the time: the others, and a few of these, run beside them.
-BESIDE := tests/process/test_examples.py tests/process/test_groups.py tests/process/test_training.py
+BESIDE := $(patsubst %,tests/process/test_%.py,examples groups training coordinator_death leaving many_eras)
 
 check-code: venv
 	$(BIN)/ruff format --check .

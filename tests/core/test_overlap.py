@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.core import overlap
@@ -61,6 +61,7 @@ def test_where_both_are_about_as_good_the_user_is_not_told_again_and_again(seed:
     assert verdicts[-1].delay == 1 and len(verdicts) <= 4
 
 
+@settings(max_examples=30)
 @given(st.floats(0.05, 3.0))
 def test_trying_costs_little(sum_s: float) -> None:
     delays, _ = played(lambda number: sum_s, 4000)
