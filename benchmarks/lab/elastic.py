@@ -78,6 +78,7 @@ def peak(losses: Sequence[float], at: Sequence[int]) -> float | None:
 
 
 def _curve(rule: str, key: str, trace: str, outcomes: Sequence[Outcome]) -> Curve:
+    # Stacks under a rule that learns end in their own time.
     means = [fmean(bins) for bins in zip(*(one.losses for one in outcomes if not one.diverged), strict=False)]
     places = tuple(float(BIN * place + BIN // 2) for place in range(len(means)))
     return Curve(rule, key, trace, "loss", places, tuple(round(value, 4) for value in means))

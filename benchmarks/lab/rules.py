@@ -121,8 +121,8 @@ class Followers:
     def scheduled(self) -> list[float]:
         return [one.scheduled for one in self._each]
 
-    def follow(self, batch: int, *, short: bool = False) -> list[float]:
-        return [one.follow(batch, short=short) for one in self._each]
+    def follow(self, batch: int) -> list[float]:
+        return [one.follow(batch) for one in self._each]
 
     def learn(self, parts: Sequence[tuple[int, Tensor]], squares: Tensor) -> None:
         """The norms have a place for every seed."""

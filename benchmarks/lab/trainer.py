@@ -279,6 +279,7 @@ class Learner(Trainer):
     def _update(self, contributions: list[Contribution], batch: int, *, short: bool) -> None:
         before = [p.detach().clone() for p in self.parameters]
         paces = [scheduled(self.plan, done) / self.plan.rate for done in self.followers.scheduled]
+        # Its rounds are full ones throughout.
         factors = self.followers.follow(batch)
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.rate

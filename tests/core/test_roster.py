@@ -707,6 +707,15 @@ def test_a_coordinator_to_which_nobody_comes_ends_by_itself() -> None:
 # a new coordinator
 
 
+def test_two_coordinators_that_wrote_nothing_down_never_give_one_era_number_twice() -> None:
+    rules = Rules("train.py", "1")
+    numbers = [eras._numbers(roster.resumed(rules, term, 5.0, 100.0, 0, [], 0)) for term in (2, 3, 4)]
+    assert [era for era, _ in numbers] == sorted({era for era, _ in numbers})
+    # Nor below what the journal has.
+    known = eras._numbers(roster.resumed(rules, 3, 5.0, 100.0, 260, [], 0))
+    assert known[0] > 260 and known[1] == numbers[1][1]
+
+
 def resumed(names: tuple[str, ...] = ("w0", "w1"), era: int = 4) -> World:
     rules = Rules("train.py", "0.1.0")
     return World(roster.resumed(rules, 2, 5.0, 100.0, era, [WorkerId(name) for name in names], 3))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from benchmarks.differences import difference, quantile
 from benchmarks.judge import Target, judge, read_targets
-from benchmarks.lab import delay, document, elastic, figures, rules, theory, traces
+from benchmarks.lab import delay, document, elastic, figures, real, rules, theory, traces
 from benchmarks.results import Results, read
 
 TINY = Path(__file__).with_name("tiny.json")
@@ -156,3 +156,14 @@ def test_selections_name_what_is_unknown() -> None:
     for choose in (elastic.selection, delay.selection, theory.selection):
         with pytest.raises(ValueError, match="unknown in --only: nothing"):
             choose(["nothing"])
+
+
+def test_how_far_a_run_is_comes_from_the_lines_on_disk(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    assert real.Progress.of(path) == real.Progress()
+    era = '{"kind":"era","era":%d,"roster":[%s],"crc":"0"}\n'
+    rounds = '{"kind":"round","era":1,"samples_total":%d,"tickets":[[1,2]],"crc":"0"}\n'
+    path.write_text(era % (1, '"w0","w1"') + rounds % 32 + rounds % 64 + '{"kind":"round","era":1,"sam')
+    assert real.Progress.of(path) == real.Progress(64, 2)
+    path.write_text(path.read_text() + "\n" + era % (2, '"w1"') + rounds % 96)
+    assert real.Progress.of(path) == real.Progress(96, 1)

@@ -36,7 +36,7 @@ _CLEARLY_ENOUGH, _CLEARLY_TOO_LITTLE = 0.99, 0.93
 _COST = 0.005
 # … and at least and at most so many trials' lengths lie between two of them.
 _LEAST, _MOST = 8, 512
-# A harvest is the mean of about so many trials: one alone scatters by more than the 3 % in question.
+# A harvest is the mean of about so many trials: one alone may scatter by as much as is in question.
 _REMEMBERED = 4
 
 

@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _traced(range(given.start, given.start + given.seeds), given.scene)
     if given.part:
         part, parts = (int(number) for number in given.part.split("/"))
-        # Histories leave few cycles behind; looking for them all the time costs a tenth.
+        # Histories leave few cycles behind that are worth looking for.
         gc.freeze()
         gc.set_threshold(200_000, 50, 50)
         summary = simulate(_while_wanted(range(given.start + part, given.start + given.seeds, parts)), given.scene)
