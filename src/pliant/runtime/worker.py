@@ -140,6 +140,8 @@ class Worker:
         self._nested = 0
         """calls inside the present top-level one that it has left"""
         self._drawn_since_update = False
+        self._beyond = False
+        """evicted after more than a beginning: this script cannot begin anew"""
         self._broken: EraBroken | None = None
         """found while a round was being settled: this worker stops as soon as that is done"""
         self._undrained = False
@@ -399,11 +401,17 @@ class Worker:
 
     def _still_in(self, phase: int) -> bool:
         """Whether ``phase`` goes on; where it has ended, its buffers are made equal."""
+        self._enter_again(phase)
         if any(each.number == phase for each in self.group.open):
             return True
         self._finish_draining()
         self._make_sure()
         return False
+
+    def _enter_again(self, phase: int) -> None:
+        """The run has begun anew while this script was in its first call: enter that once more."""
+        if phase > self.group.phases and self._stack:
+            self._opened(self._stack[-1])
 
     def _make_sure(self) -> None:
         """Before the script acts on a phase's opening or end: have the others settled that exchange, too?
@@ -436,6 +444,7 @@ class Worker:
         def inside() -> bool:
             return any(each.number == phase for each in self.group.open)
 
+        self._enter_again(phase)
         while inside() and not self._speaks(phase):
             self._look()
             self._follow()
@@ -1056,6 +1065,9 @@ class Worker:
 
         if seat.exchange == 0:
             # Nobody has done anything yet: all begin with the leader's state.
+            if self._beyond:
+                raise RunEnded("the run begins anew, and this script is past its beginning")
+            self._drawn_since_update = False
             self._heard(lambda: eras.share(seat.channel, look))
             self._channel = seat.channel
             limit = self.group.samples_limit
@@ -1141,6 +1153,7 @@ class Worker:
         assert eras is not None
         self._lose_flights()
         self._channel.leave()
+        self._beyond = self._beyond or self._calls > 0 or len(self._stack) > 1 or self.group.round > 0
         eras.returned()
         self.me = eras.place.me
         self._witness.moved(eras.place.link)
