@@ -105,6 +105,7 @@ def join(
             schedule_by=schedule_by,
             scaler=scaler,
             moments=resolved.policy.rule.moments,
+            overlaps=resolved.policy.delay != 0,
         )
 
     offer = Offer(

@@ -19,6 +19,7 @@ from pliant.core.tickets import Kind
 from pliant.runtime.takeover import META, Takeover, snapshot
 from pliant.runtime.update import Training
 from pliant.tensors import state
+from pliant.tensors.gradients import Buffer
 from pliant.testing import Together, together
 
 SAMPLES, REFERENCE = 203, 16
@@ -196,8 +197,11 @@ def test_a_newcomer_catches_up_with_rounds_and_results_in_their_order(name: str)
     takeover.pursue(10)
 
     def updated(exchange: int, factor: float, samples: tuple[float, float]) -> None:
-        gradients = {index: torch.full_like(p, 0.1 * exchange) for index, p in enumerate(donor.parameters)}
-        takeover.note(exchange, list(gradients.values()), 0b11, factor, samples)
+        means = Buffer(donor.parameters)
+        for view in means.views:
+            view.fill_(0.1 * exchange)
+        gradients = {index: view.clone() for index, view in enumerate(means.views)}
+        assert takeover.note(exchange, means, 0b11, factor, samples), "all of it is asked for, so it is kept"
         donor.catch_up(gradients, factor, None)
         donor.advance_schedule(*samples)
 

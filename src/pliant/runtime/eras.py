@@ -244,12 +244,12 @@ class Eras:
 
     def averaged(
         self, exchange: int, present: int, factor: float, scheduled: tuple[float, float]
-    ) -> Callable[[Any], None] | None:
-        """Whom to show a round's mean gradients."""
+    ) -> Callable[[Any], bool] | None:
+        """Whom to show a round's mean gradients; it says whether it keeps them."""
         pursuing = self._takeover
         if pursuing is None:
             return None
-        return lambda views: pursuing.note(exchange, views, present, factor, scheduled)
+        return lambda means: pursuing.note(exchange, means, present, factor, scheduled)
 
     def evaluated(self, exchange: int, result: float) -> None:
         """A top-level ``evaluate`` has ended: a schedule that is still to come may not know of it."""

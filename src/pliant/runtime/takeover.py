@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from pliant.runtime.update import Training
+from pliant.tensors import memory
+from pliant.tensors.gradients import Buffer
 
 META, STATE = "meta", "state"
 # What a donor copies, and a follower keeps sums of, at a time. One tensor may be larger.
@@ -39,6 +41,8 @@ class _Round:
 
     exchange: int
     gradients: dict[int, Tensor]
+    kept: Buffer | None
+    """the whole buffer, where all of it is needed"""
     factor: float
     hyper: list[dict[str, Any]]
     """what the schedule said"""
@@ -236,20 +240,26 @@ class Takeover:
     def note(
         self,
         exchange: int,
-        views: Sequence[Tensor] | None,
+        means: Buffer | None,
         present: int,
         factor: float,
         scheduled: tuple[float, float],
-    ) -> None:
-        """A round was settled as ``exchange``; ``views`` are its mean gradients, None if it was not applied."""
+    ) -> bool:
+        """A round was settled as ``exchange``; ``means`` are its gradients, None if it was not applied.
+
+        True: they are kept. Copying all of them into fresh memory would hold the group up.
+        """
         asked = self._asked
         if asked is None or exchange <= asked.as_of:
-            return
+            return False
         gradients: dict[int, Tensor] = {}
-        if views is not None:
-            gradients = {index: views[index].clone() for index in asked.parameters if present >> index & 1}
+        kept = means if len(asked.parameters) == len(self._training.parameters) else None
+        if means is not None:
+            needed = [index for index in asked.parameters if present >> index & 1]
+            gradients = {index: means.views[index] if kept else means.views[index].clone() for index in needed}
         hyper = self._training.scheduled()
-        asked.since.append(_Round(exchange, gradients, factor, hyper, views is not None, scheduled))
+        asked.since.append(_Round(exchange, gradients, kept, factor, hyper, means is not None, scheduled))
+        return kept is not None
 
     def note_result(self, exchange: int, result: float) -> None:
         """A top-level ``evaluate`` ended as ``exchange``."""
@@ -270,6 +280,9 @@ class Takeover:
             install_parameter(training, index, parts[f"p{index}"])
         for each in since:
             self._catch_up(each, schedules=META in asked.want)
+        spare = next((each.kept for each in asked.since if isinstance(each, _Round) and each.kept), None)
+        if spare is not None:
+            training.gradients.take_back(spare)
         training.held = (training.held or 0) | sum(1 << index for index in asked.parameters)
 
     def _catch_up(self, each: _Round | _Result, *, schedules: bool) -> None:
@@ -299,11 +312,11 @@ def snapshot(training: Training, carried: Mapping[str, Any], want: Sequence[str]
         elif name.startswith("b"):
             parts[name] = training.buffers.value(int(name[1:]))
         elif name.startswith("c"):
-            parts[name] = training.constants()[int(name[1:])].detach().cpu().clone()
+            parts[name] = memory.copied(training.constants()[int(name[1:])])
         else:
             p = training.parameters[int(name[1:])]
             state = training.optimizer.state.get(p, {})
-            parts[name] = {"value": p.detach().cpu().clone(), "state": _copied(dict(state))}
+            parts[name] = {"value": memory.copied(p), "state": _copied(dict(state))}
     return parts
 
 
@@ -328,7 +341,7 @@ def stated(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
+        return memory.copied(value)
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

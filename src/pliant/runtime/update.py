@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,10 +60,11 @@ class Training:
         schedule_by: str,
         scaler: torch.amp.GradScaler | None,
         moments: bool = False,
+        overlaps: bool = True,
     ) -> None:
         self.optimizer = optimizer
         self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self.gradients = Gradients(self.parameters, grouped=grouped)
+        self.gradients = Gradients(self.parameters, grouped=grouped, overlaps=overlaps)
         self.buffers = Buffers(model)
         self.lookahead = LookAhead(optimizer) if correction == "lookahead" and grouped else None
         self.held: int | None = None
@@ -169,26 +170,30 @@ class Training:
         outcome: Settled,
         summed: Buffer | None,
         present: int,
-        averaged: Callable[[Sequence[Tensor] | None], None] | None = None,
+        averaged: Callable[[Buffer | None], bool] | None = None,
         *,
         measures: bool = False,
     ) -> None:
         """Make the update of a settled round, or none if the group skips it. The model holds the plain weights.
 
-        ``averaged`` is shown the mean gradients before the update, or None if there is none; ``measures``: their norm
-        is taken.
+        ``averaged`` is shown the mean gradients before the update, or None if there is none, and says whether it keeps
+        them; ``measures``: their norm is taken.
         """
+        kept = False
         if outcome.applied:
             square = self._average(summed, self.reference / outcome.weight, measures=measures)
             if square is not None and measures:
                 self.measured = outcome.round, square
             if averaged is not None and summed is not None:
-                averaged(summed.views)
+                kept = averaged(summed)
             self.gradients.expose(summed, present if self.held is None else present & self.held)
             self._optimize(outcome.factor)
         elif averaged is not None:
             averaged(None)
-        self.gradients.take_back(summed)
+        if kept:
+            self.gradients.lose(summed)
+        else:
+            self.gradients.take_back(summed)
         self.follow_scale(applied=outcome.applied)
 
     # -- taking the state over

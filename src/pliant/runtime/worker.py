@@ -619,7 +619,7 @@ class Worker:
                 squared_norm = norm * mean * mean
             if self.group.overlap:
                 self.training.park(mine.weight, norm, bitmap)
-            filled, merged = self._given_away(mine.weight, returning=returning)
+            filled, merged = self._given_away(mine.weight, overlap=self.group.overlap, returning=returning)
         sums = [*(filled.flats if filled else []), *([merged] if merged is not None else [])]
         now = self._clock()
         ticket = replace(
@@ -646,12 +646,12 @@ class Worker:
         self._flight.leaving = bool(ticket.flags & Flag.LEAVING)
         self._flight.summation = self._started(lambda: self._channel.exchange(packed, sums))
 
-    def _given_away(self, weight: float, *, returning: bool) -> tuple[Buffer | None, Tensor | None]:
-        """This worker's part of a round's sums: gradients and buffers."""
+    def _given_away(self, weight: float, *, overlap: bool, returning: bool) -> tuple[Buffer | None, Tensor | None]:
+        """This worker's part of a round's sums: gradients and buffers; ``overlap``: it goes on accumulating."""
         merged = None
         if len(self.group.roster) > 1:
             merged = self.training.buffers.hand_in(weight, leader=self._member == self._holders()[0])
-        return self.training.gradients.hand_in(overlap=self.group.overlap, returning=returning), merged
+        return self.training.gradients.hand_in(overlap=overlap, returning=returning), merged
 
     def _inspect(self, mine: Contribution) -> tuple[int, float | None]:
         """The bitmap of a contribution, and the squared norm of its sum; None if anything is not finite."""
@@ -673,7 +673,7 @@ class Worker:
         self._contribution.idle_s += self._await(flight.summation)
         self._sum_s = flight.summation.seconds
         start = self._clock()
-        handed_in, bitmap = flight.gathered or self._gathered(flight.summation)
+        handed_in, bitmap = self._tickets_of(flight)
         before = self.group
         decision = rounds.settled(before, handed_in)
         if isinstance(decision, Mismatch):
@@ -685,6 +685,9 @@ class Worker:
         # Whoever went along has handed in nothing to the following round already, in order to see the tickets.
         overlaps = before.overlap and self.group.overlap
         if overlaps and not (outcome.ended or outcome.plan or flight.closed) and self._hands_in_at_once():
+            if flight.gathered is not None:
+                # It went along: what it would hand in is the very buffer that is still to be applied.
+                self.training.gradients.lose(flight.filled)
             self._hand_in_or_remember(following, returning=True)
         if training:
             self._apply(before, outcome, flight, bitmap)
@@ -806,6 +809,12 @@ class Worker:
             self._progress()
         return self._clock() - start
 
+    def _tickets_of(self, flight: Flight) -> tuple[list[Ticket], int]:
+        if flight.gathered is None:
+            return self._gathered(flight.summation)
+        self._gathered_nothing(flight.summation)
+        return flight.gathered
+
     def _gathered(self, summation: Any) -> tuple[list[Ticket], int]:
         """The tickets of an exchange that is over, and the union of their bitmaps."""
         try:
@@ -860,22 +869,38 @@ class Worker:
         return self.group.phase.kind if self.group.open else Kind.TRAIN
 
     def _follow_round(self, gathered: list[Ticket], bitmap: int) -> None:
-        """Add nothing to the sums of a round; settle it at once unless an ``evaluate`` may come before."""
+        """Add nothing to the sums of a round; settle it at once unless an ``evaluate`` may come before.
+
+        A newcomer that was just dealt its first samples computes meanwhile.
+        """
         if not self.group.open:
             return
         phase = self.group.phase
+        begins = self._begins()
         filled, merged = None, None
         if phase.kind is Kind.TRAIN:
-            filled, merged = self._given_away(0.0, returning=False)
+            filled, merged = self._given_away(0.0, overlap=begins, returning=False)
         sums = [*(filled.flats if filled else []), *([merged] if merged is not None else [])]
         flight = Flight(None, filled, merged, 0)
         flight.gathered = gathered, bitmap
         self._flight = flight
         flight.summation = self._started(lambda: self._channel.add_up(sums))
+        if begins:
+            return
         self._await(flight.summation, self._pursue)
-        self._gathered_nothing(flight.summation)
         if not (phase.kind is Kind.TRAIN and phase.seen and self.group.overlap):
             self._settle()
+
+    def _begins(self) -> bool:
+        """Whether this worker may compute beside the round that it has added nothing to."""
+        group = self.group
+        return (
+            group.overlap
+            and group.phase.kind is Kind.TRAIN
+            and not group.phase.seen
+            and self._in_position()
+            and rounds.speaks(group, self._member)
+        )
 
     def _gathered_nothing(self, summation: Any) -> None:
         try:
@@ -1102,7 +1127,7 @@ class Worker:
         if holds:
             self._keep_contributions(len(group.open))
         else:
-            self._begin_anew(handed, len(group.open))
+            self._begin_anew(handed, len(group.open), keep=keep)
         self.group = group
         self._entered(seat, entries)
         if self.standing is Standing.FOLLOWING:
@@ -1133,8 +1158,11 @@ class Worker:
         while len(self._suspended) > depth:
             self._leave_phase()
 
-    def _begin_anew(self, handed: Handed, depth: int) -> None:
-        """This worker does not hold the state that the era begins with: nothing it has computed is of use."""
+    def _begin_anew(self, handed: Handed, depth: int, *, keep: bool) -> None:
+        """This worker does not hold the state that the era begins with: nothing it has computed is of use.
+
+        ``keep``: it has missed nothing. Its journal lines may be the last copies, and there may be nobody to ask.
+        """
         now = self._clock()
         self._flight, self._contribution, self._ended_inside = None, Contribution(now), None
         self._suspended = [(Contribution(now), None, now) for _ in range(depth)]
@@ -1143,7 +1171,8 @@ class Worker:
         self.training.gradients.discard()
         self.training.buffers.grow(handed.live)
         self._undrained = handed.undrained
-        self._witness.joined(handed.records)
+        if not keep:
+            self._witness.joined(handed.records)
         if not self._in_position():
             self._drawn_since_update = False
 

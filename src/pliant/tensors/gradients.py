@@ -3,18 +3,21 @@
 Question  How does a contribution become one flat buffer, while the next one already accumulates?
 Holds     In a group every ``p.grad`` is a view into one of two flat buffers (per dtype), swapped at each hand-in;
           autograd adds into the view in place. A parameter's own version counter tells whether it got a gradient,
-          and whether somebody else touched it. Alone there is nothing to hand in: autograd keeps its own
-          tensors, and costs what it costs in plain PyTorch.
+          and whether somebody else touched it. Fresh memory is slow to touch: both buffers are made in the background
+          while a worker finds its group. Alone there is nothing to hand in: autograd keeps its own tensors, and costs
+          what it costs in plain PyTorch.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
 from torch.nn import Parameter
 
 from pliant.errors import UsageError
+from pliant.tensors import memory
 
 # Views start at multiples of 64 bytes (16 floats), where vector loads do not straddle cache lines.
 _ALIGN = 16
@@ -36,7 +39,7 @@ class Buffer:
             places.append((p.dtype, start))
             sizes[p.dtype] = start + -(-p.numel() // _ALIGN) * _ALIGN
         device = parameters[0].device
-        by_dtype = {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+        by_dtype = {dtype: memory.fresh((size,), dtype, device).zero_() for dtype, size in sizes.items()}
         self.flats = list(by_dtype.values())
         # ``.data`` gives each view a version counter of its own; slices of one tensor would share one.
         self.views = [
@@ -56,27 +59,61 @@ class Buffer:
                 flat.mul_(factor)
 
 
+class _Making:
+    """Buffers on their way."""
+
+    def __init__(self, parameters: Sequence[Parameter], count: int) -> None:
+        self._parameters = parameters
+        self._count = count
+        self._made: list[Buffer] = []
+        self._thread = threading.Thread(target=self._make, name="pliant-memory", daemon=True)
+        self._thread.start()
+
+    def _make(self) -> None:
+        for _ in range(self._count):
+            self._made.append(Buffer(self._parameters))
+
+    def result(self) -> list[Buffer]:
+        """All of them; what could not be made there fails here."""
+        self._thread.join()
+        return [*self._made, *(Buffer(self._parameters) for _ in range(self._count - len(self._made)))]
+
+
 class Gradients:
     """The gradients of ``parameters`` over the rounds of a run. Bit i of a bitmap stands for parameter i."""
 
-    def __init__(self, parameters: Sequence[Parameter], *, grouped: bool) -> None:
+    def __init__(self, parameters: Sequence[Parameter], *, grouped: bool, overlaps: bool = True) -> None:
+        """``overlaps``: a contribution may accumulate while another one is in flight."""
         self.parameters = list(parameters)
         self._spare: Buffer | None = None
-        self._filling = Buffer(self.parameters) if grouped else None
-        self._attach()
+        self._filling: Buffer | None = None
+        self._versions: list[int] = []
+        self._making = _Making(self.parameters, 2 if overlaps else 1) if grouped else None
+
+    def _begin(self) -> None:
+        """Before the first use."""
+        if self._making is not None:
+            self._filling, *spare = self._making.result()
+            self._spare, self._making = (spare[0] if spare else None), None
+            self._attach()
 
     def _attach(self) -> None:
         """Point every ``p.grad`` at the buffer to be filled."""
         if self._filling is None:
-            self._versions: list[int] = []
+            self._versions = []
             return
-        for p, view in zip(self.parameters, self._filling.views, strict=True):
-            p.grad = view
+        self._show()
         self._filling.versions = [view._version for view in self._filling.views]
         self._versions = list(self._filling.versions)
 
+    def _show(self) -> None:
+        assert self._filling is not None
+        for p, view in zip(self.parameters, self._filling.views, strict=True):
+            p.grad = view
+
     def check(self) -> None:
         """Raise if the script has cleared, replaced or changed gradients since the last ``backward``."""
+        self._begin()
         if self._filling is None:
             if not self._versions:
                 # As late as a plain loop clears them: freed earlier, their memory is cut up by other tensors.
@@ -111,6 +148,7 @@ class Gradients:
     @property
     def filling(self) -> Buffer | None:
         """The buffer of the contribution in progress; None where there is no group."""
+        self._begin()
         return self._filling
 
     def hand_in(self, *, overlap: bool, returning: bool) -> Buffer | None:
@@ -118,6 +156,7 @@ class Gradients:
 
         ``returning``: the other one is still to be applied and comes by ``take_back``.
         """
+        self._begin()
         filled = self._filling
         if filled is not None and overlap:
             self._filling, self._spare = self._spare, None
@@ -147,18 +186,21 @@ class Gradients:
             self._attach()
             return
         self._spare = filled
-        for p, view in zip(self.parameters, self._filling.views, strict=True):
-            p.grad = view
+        self._show()
 
     def lose(self, filled: Buffer | None) -> None:
-        """The summation of ``filled`` has failed, and may still be writing to it: it is never used again."""
+        """``filled`` is somebody else's from now on (a summation that has failed may still be writing to it)."""
         if filled is not None and (self._filling is None or self._filling is filled):
             self._filling = self._spare or Buffer(self.parameters)
             self._spare = None
             self._attach()
+        elif filled is not None:
+            self._show()
 
     def discard(self) -> None:
         """Forget the contribution in progress (a ``break`` cut it off)."""
+        if self._making is not None:
+            return
         if self._filling is not None:
             for flat in self._filling.flats:
                 flat.zero_()

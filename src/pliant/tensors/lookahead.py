@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from pliant.tensors import memory
+
 Peek = Callable[[dict[str, Any], dict[str, Any], Tensor, Tensor | None], None]
 """(param group, optimizer state, weights, own mean gradient or None for zero): moves the weights by that step"""
 
@@ -62,7 +64,7 @@ class LookAhead:
         """
         self.due = True
         if not self._copy:
-            self._copy = [torch.empty_like(p, memory_format=torch.preserve_format) for p in self._parameters]
+            self._copy = [_like(p) for p in self._parameters]
         if self._peek is None:
             # What the coming update moves away from; at a phase's start none comes, and there is nothing to repeat.
             torch._foreach_copy_(self._copy, self._parameters)
@@ -123,6 +125,12 @@ class LookAhead:
             held = p.detach().clone()
             p.copy_(plain)
             plain.copy_(held)
+
+
+def _like(p: Tensor) -> Tensor:
+    if p.is_contiguous():
+        return memory.fresh(p.shape, p.dtype, p.device)
+    return torch.empty_like(p, memory_format=torch.preserve_format)
 
 
 def _pieces(p: Tensor, copy: Tensor, state: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:

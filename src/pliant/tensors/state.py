@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pliant.errors import UsageError
+from pliant.tensors import memory
 
 _TENSOR, _TUPLE, _DICT, _FLOAT = "t", "u", "d", "f"
 
@@ -85,7 +86,7 @@ def blank_tensors(skeleton: bytes) -> list[Tensor]:
         elif isinstance(value, dict):
             if _TENSOR in value:
                 dtype, shape = value[_TENSOR]
-                found.append(torch.empty(shape, dtype=getattr(torch, dtype)))
+                found.append(memory.fresh(shape, getattr(torch, dtype)))
             elif _FLOAT not in value:
                 walk(value.get(_TUPLE) or [item for _, item in value.get(_DICT, [])])
 

@@ -53,6 +53,10 @@ class Number:
     def detach(self) -> Number:
         return self
 
+    def is_contiguous(self) -> bool:
+        """Not memory that could be copied at once."""
+        return False
+
     def cpu(self) -> Number:
         return self
 
@@ -354,7 +358,7 @@ class VirtualTraining(Training):
         outcome: Any,
         summed: Any,
         present: int,
-        averaged: Callable[[Any], None] | None = None,
+        averaged: Callable[[Any], bool] | None = None,
         *,
         measures: bool = False,
     ) -> None:
