@@ -147,13 +147,22 @@ RECOVERY = (
         "A worker joins (s)",
         (
             ("idle_s", "idle of the others in all"),
+            ("idle_beyond_before_s", "the same beyond that before"),
             ("lost_s", "of the others between micro-batches in all"),
             ("gap_s", "longest gap beyond the usual one"),
             ("contributes_s", "first contribution after import and model"),
             ("starts_s", "first contribution after the request"),
         ),
     ),
-    ("leave", "A worker leaves", (("recomputed", "samples recomputed"), ("gap_rounds", "longest gap in usual ones"))),
+    (
+        "leave",
+        "A worker leaves",
+        (
+            ("recomputed", "samples recomputed"),
+            ("gap_rounds", "longest gap in usual ones"),
+            ("quiet_rounds", "the same over as long a time before"),
+        ),
+    ),
     (
         "link",
         "A worker joins over a slow link (s)",

@@ -92,12 +92,28 @@ def lost_s(trace: Trace, begins_s: float, ends_s: float, usual_before_s: float) 
     return sum(window) - len(window) * sum(usual) / max(len(usual), 1)
 
 
-def idle_s(trace: Trace, idle: dict[int, float], begins_s: float, ends_s: float, usual_before_s: float) -> float:
-    """The same from the journal: ``idle`` is this worker's idle time by the progress after each round."""
+def idle_s(
+    trace: Trace,
+    idle: dict[int, float],
+    begins_s: float,
+    ends_s: float,
+    usual_before_s: float,
+    turns_s: float | None = None,
+) -> float:
+    """The same from the journal: ``idle`` is this worker's idle time by the progress after each round.
+
+    ``turns_s``: from then on the group is another one; what is usual for it is taken from the time after the window.
+    """
 
     def told(begins: float, ends: float) -> list[float]:
         seen = [update.view.progress for update in updates(trace.steps) if begins < update.at_s <= ends]
         return [idle[progress] for progress in seen if progress in idle]
 
-    usual, window = told(usual_before_s - USUAL_S, usual_before_s), told(begins_s, ends_s)
-    return sum(window) - len(window) * sum(usual) / max(len(usual), 1)
+    def beyond(window: list[float], usual: list[float]) -> float:
+        return sum(window) - len(window) * sum(usual) / max(len(usual), 1)
+
+    before = told(usual_before_s - USUAL_S, usual_before_s)
+    if turns_s is None:
+        return beyond(told(begins_s, ends_s), before)
+    after = told(ends_s, ends_s + USUAL_S)
+    return beyond(told(begins_s, turns_s), before) + beyond(told(turns_s, ends_s), after)

@@ -29,6 +29,7 @@ BURST = "256kb"
 FROZEN_MB = 192  # 4 s and more on the same wire
 STEADY_S = 4.0  # with the newcomer in
 SUBNET = "10.211.77"
+LEFT_OUT = ("idle_s", "idle_beyond_before_s", "lost_s")  # a round is longer with the newcomer in, for good
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def _with_steady(trial: Callable[[Book | None], Trial], steady_s: float) -> Call
 
     def closed(book: Book | None) -> Trial:
         found = trial(book)
-        figures = {name: value for name, value in found.figures.items() if name not in ("idle_s", "lost_s")}
+        figures = {name: value for name, value in found.figures.items() if name not in LEFT_OUT}
         return replace(found, figures={**figures, "steady_gap_s": steady_s})
 
     return closed

@@ -232,8 +232,13 @@ def follow_in(opened: Open, model: str, others: list[Trace], asked_s: float, rep
     def closed(book: Book | None) -> Trial:
         if book is None:
             return Trial("pliant", model, act, repeat, figures)
-        told = [idle_s(trace, book.idle.get(trace.name, {}), ready_s, ends_s, asked_s) for trace in seen]
-        return Trial("pliant", model, act, repeat, {**figures, "idle_s": max(told)})
+        # By now they have gone on for a while with the newcomer.
+        later = recent(others, asked_s - 5.0)
+        idle = {trace.pid: book.idle.get(trace.name, {}) for trace in later}
+        beyond = [idle_s(trace, idle[trace.pid], ready_s, ends_s, asked_s, first_s) for trace in later]
+        beyond_before = [idle_s(trace, idle[trace.pid], ready_s, ends_s, asked_s) for trace in later]
+        idles = {"idle_s": max(beyond), "idle_beyond_before_s": max(beyond_before)}
+        return Trial("pliant", model, act, repeat, {**figures, **idles})
 
     opened.later.append(closed)
 
@@ -255,7 +260,10 @@ def _follow_out(opened: Open, access: run_directory.Access, model: str, members:
     running.traces.refresh()
     seen = recent(others, asked_s - 5.0)
     gap_s, gap_rounds = longest_gap(seen, asked_s, gone_s + AFTER_S, asked_s)
-    figures = {"gap_s": gap_s, "gap_rounds": gap_rounds, "leader": float(leaver.steps[-1].leads)}
+    # The same over as long a time in which nothing happened: how long gaps are on this machine anyway.
+    _, quiet_rounds = longest_gap(seen, 2 * asked_s - gone_s - AFTER_S, asked_s, asked_s)
+    leads = float(leaver.steps[-1].leads)
+    figures = {"gap_s": gap_s, "gap_rounds": gap_rounds, "quiet_rounds": quiet_rounds, "leader": leads}
 
     def closed(book: Book | None) -> Trial:
         if book is not None:

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pliant.tensors import handoff, stream
+from pliant.tensors import handoff, memory, stream
 from pliant.tensors.handoff import Donor, Recipient
 
 PATIENCE_S = 20.0
@@ -238,6 +238,19 @@ def recorded() -> bytes:
 ANSWER = recorded()
 
 
+def test_what_changes_while_it_is_sent_is_never_taken_for_whole() -> None:
+    """Large tensors that nobody is expected to change are not copied."""
+    frozen = memory.lent(torch.ones(2 << 20))
+    waiting = handoff._Waiting(handoff._Request(1, 1, []))
+    waiting.answer(handoff._State(1, 0, 0), {"frozen": frozen})
+    frozen.mul_(2.0)
+    out = io.BytesIO()
+    with pytest.raises(stream.Broken, match="changed meanwhile"):
+        handoff._send_answer(out, waiting)
+    with pytest.raises(stream.Broken, match="too early"):
+        read(out.getvalue())
+
+
 def read(data: bytes) -> Any:
     reader = io.BytesIO(data)
     return handoff._read_answer(reader, stream.read_frame(reader))
@@ -285,6 +298,7 @@ def test_a_skeleton_that_makes_no_sense_is_broken(skeleton: Any) -> None:
     encoded = msgspec.json.encode(skeleton)
     out = io.BytesIO()
     stream.write_chunks(out, memoryview(encoded))
+    stream.write_frame(out, handoff._WHOLE)
     out.seek(0)
     try:
         state = handoff._read_state(out, handoff._State(1, len(encoded), 0))

@@ -219,6 +219,15 @@ def test_lost_time_is_what_goes_beyond_the_usual() -> None:
     assert math.isclose(idle_s(stalled, idle, 3.0, 4.5, usual_before_s=3.0), 0.14, rel_tol=1e-6)
 
 
+def test_idle_time_is_compared_with_that_of_the_group_as_it_is_then() -> None:
+    """Twice the idle time per round since a newcomer is in: that is not what its coming has cost."""
+    trace = steady(stall_at=99, stall_s=0.0)
+    idle = {64 * number: 0.02 if number >= 30 else 0.01 for number in range(100)} | {64 * 28: 0.06}
+    assert math.isclose(idle_s(trace, idle, 2.55, 3.55, usual_before_s=2.55), 0.05 + 6 * 0.01, rel_tol=1e-6)
+    turned = idle_s(trace, idle, 2.55, 3.55, usual_before_s=2.55, turns_s=2.95)
+    assert math.isclose(turned, 0.05, rel_tol=1e-6)
+
+
 def recovered(ours: list[float], theirs: list[float], failure: str | None = None) -> Results:
     trials = [Trial("pliant", "small", "kill", n, {"next_update_s": value}) for n, value in enumerate(ours)]
     trials += [Trial("torchft_tight", "small", "kill", n, {"next_update_s": value}) for n, value in enumerate(theirs)]

@@ -302,7 +302,7 @@ class Takeover:
 
 @torch.no_grad()
 def snapshot(training: Training, carried: Mapping[str, Any], want: Sequence[str]) -> dict[str, Any]:
-    """Copies of what a follower asks for, as of now. The model shows the plain weights and the group's buffers."""
+    """What a follower asks for, as of now: copies, but of what never changes. The model shows the plain weights."""
     parts: dict[str, Any] = {}
     for name in want:
         if name == META:
@@ -312,7 +312,7 @@ def snapshot(training: Training, carried: Mapping[str, Any], want: Sequence[str]
         elif name.startswith("b"):
             parts[name] = training.buffers.value(int(name[1:]))
         elif name.startswith("c"):
-            parts[name] = memory.copied(training.constants()[int(name[1:])])
+            parts[name] = memory.lent(training.constants()[int(name[1:])])
         else:
             p = training.parameters[int(name[1:])]
             state = training.optimizer.state.get(p, {})

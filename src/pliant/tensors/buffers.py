@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pliant.tensors import memory
+
 
 @dataclass(frozen=True, slots=True)
 class _Statistics:
@@ -150,8 +152,8 @@ class Buffers:
         return decays
 
     def value(self, index: int) -> Tensor:
-        """A copy of what the buffer holds now; while the group's values are shown (``exchange``), of those."""
-        return self._tensors[index].detach().cpu().clone()
+        """What the buffer holds now, to be sent; while the group's values are shown (``exchange``), those."""
+        return memory.copied(self._tensors[index]) if self.is_live(index) else memory.lent(self._tensors[index])
 
     def nbytes(self, index: int) -> int:
         return self._tensors[index].nbytes

@@ -2,16 +2,17 @@
 
 Question  How does a newcomer get tensors as of a known exchange while the donor computes on?
 Holds     The donor's main thread only takes copies, at its first rest in the era and at the exchange asked for or a
-          later one, and says at which it was; threads do all the talking. Both ends prove that they know the job's
-          token before anything is said. No pickle: a JSON skeleton and raw tensors in checksummed chunks. What arrives
-          damaged, short or too large fails the newcomer's end with a text, never more.
+          later one, and says at which it was; threads do all the talking. What never changes is not copied: a change
+          meanwhile breaks the stream off. Both ends prove that they know the job's token before anything is said. No
+          pickle: a JSON skeleton and raw tensors in checksummed chunks. What arrives damaged, short or too large fails
+          the newcomer's end with a text, never more.
 Source    ours; docs/design/0007-elastic.md ("Handing the state on").
 
 On the wire, donor D and newcomer N:
 
     D, N: who they are (``stream.welcome``, ``stream.introduce``)
     N: {"era": 3, "as_of": 17, "want": [names]}      D: refused (reason) | state (exchange, sizes)
-    D, after "state": the skeleton, then all tensors in the skeleton's order (``stream.write_chunks``)
+    D, after "state": the skeleton, all tensors in the skeleton's order (``stream.write_chunks``), a last word
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _CONNECTIONS = 64  # newcomers that one donor serves at the same time
 _GREETING_S = 10.0  # what a peer may take to prove who it is
 _STALLED_S = 30.0  # a stream without a byte for so long has broken
 _LOOK_S = 0.2  # how soon a thread sees that its peer or its owner has gone
+
+_WHOLE = b"whole"  # nothing of what was sent had changed by then
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Snapshot = Callable[[Sequence[str], int], dict[str, Any]]
@@ -80,10 +83,13 @@ class _Waiting:
         self.want = request.want
         self.head: _Head | None = None
         self.state: dict[str, Any] = {}
+        self.versions: dict[int, int] = {}
+        """of the tensors in it, by ``id``, when they were given"""
         self.answered = threading.Event()
 
     def answer(self, head: _Head, state: dict[str, Any] | None = None) -> None:
         self.head, self.state = head, state or {}
+        self.versions = {id(each): each._version for each in self.state.values() if isinstance(each, Tensor)}
         self.answered.set()
 
 
@@ -108,8 +114,8 @@ class Donor:
     def serve(self, era: int, exchange: int, snapshot: Snapshot) -> None:
         """The group is at rest after ``exchange``: copy what is due. Called by the main thread.
 
-        ``snapshot`` is given the names wanted and the exchange after which they are, and returns copies, which are sent
-        while the main thread goes on.
+        ``snapshot`` is given the names wanted and the exchange after which they are, and returns copies, or tensors
+        that nobody is expected to change; they are sent while the main thread goes on.
         """
         for request in self._take_due(era, exchange):
             try:
@@ -219,7 +225,12 @@ def _send_answer(writer: BinaryIO, waiting: _Waiting) -> None:
     waiting.state = {}
     tensors.reverse()
     while tensors:  # each tensor's memory is free as soon as it is sent
-        stream.write_chunks(writer, _bytes_of(tensors.pop().detach().cpu().contiguous()))
+        tensor = tensors.pop()
+        stream.write_chunks(writer, _bytes_of(tensor.detach().cpu().contiguous()))
+        if tensor._version != waiting.versions.get(id(tensor), tensor._version):
+            raise stream.Broken("was sent a tensor that somebody changed meanwhile")
+    if isinstance(head, _State):
+        stream.write_frame(writer, _WHOLE)
     writer.flush()
 
 
@@ -333,6 +344,8 @@ def _read_state(reader: BinaryIO, head: _State) -> dict[str, Any]:
         tensors = blank_tensors(bytes(skeleton))
         for tensor in tensors:
             stream.read_chunks(reader, _bytes_of(tensor))
+        if stream.read_frame(reader) != _WHOLE:
+            raise stream.Broken("sent a state without an end")
         state = rebuilt(bytes(skeleton), tensors)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, MemoryError, StopIteration) as error:
         raise stream.Broken(f"sent a state that makes no sense: {type(error).__name__}: {error}") from None

@@ -30,6 +30,17 @@ def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None 
     return memory[start : start + size].view(dtype).view(tuple(shape))
 
 
+def lent(tensor: Tensor) -> Tensor:
+    """The tensor itself where it is large and on the host, else a copy: for what nobody is expected to change.
+
+    Whoever reads it later compares its ``_version``, which tells when somebody has changed it after all.
+    """
+    source = tensor.detach()
+    if source.device.type == "cpu" and source.is_contiguous() and source.nbytes >= _LARGE_BYTES:
+        return source
+    return source.cpu().clone()
+
+
 def copied(tensor: Tensor) -> Tensor:
     """A copy on the host."""
     source = tensor.detach()
