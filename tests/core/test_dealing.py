@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenes import scenes
 
-from pliant.core import dealing, ledger
+from pliant.core import dealing, ledger, overlap
 from pliant.core.journal import PhaseEndRecord, PhaseRecord, RoundRecord
 from pliant.core.ledger import samples_of
 from pliant.core.pace import Pace, Pacing
@@ -106,6 +106,16 @@ def test_a_group_never_exceeds_the_bound_of_an_open_batch(scene: Scene) -> None:
     for record in played(scene).records:
         if isinstance(record, RoundRecord) and len(scene.speeds) > 1:
             assert record.batch <= at_most
+
+
+@settings(max_examples=40)
+@given(scenes(), st.integers(1, 3))
+def test_nor_does_it_while_it_tries_the_other_delay(scene: Scene, times: int) -> None:
+    """What was dealt for open rounds is not all taken into the first one without an overlap."""
+    policy = Policy(scene.policy.batch, floating=True, at_most=times * scene.policy.batch, delay=overlap.AUTO, trial=1)
+    for record in played(replace(scene, policy=policy)).records:
+        if isinstance(record, RoundRecord):
+            assert record.batch <= times * scene.policy.batch
 
 
 @settings(max_examples=40)

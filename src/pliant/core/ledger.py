@@ -149,14 +149,32 @@ def regrouped(ledger: Ledger, kept: Sequence[Kept | None], *, quotas: bool) -> L
     return Ledger(ledger.limit, ledger.cursor, joined([*ledger.returned, *spans]), tuple(hands))
 
 
-def with_quotas(ledger: Ledger, *, quotas: bool) -> Ledger:
-    """The same hands for the other way of bounding contributions: by quota, or open."""
-    if quotas:
-        ledger = take_back(ledger)
-        hands = tuple(Hand(hand.queue, hand.granted, (hand.granted,)) for hand in ledger.hands)
-    else:
-        hands = tuple(Hand(hand.queue, hand.granted) for hand in ledger.hands)
-    return replace(ledger, hands=hands)
+def unbounded(ledger: Ledger) -> Ledger:
+    """The same hands, contributions no longer bounded by quotas."""
+    return replace(ledger, hands=tuple(Hand(hand.queue, hand.granted) for hand in ledger.hands))
+
+
+def bounded(ledger: Ledger, at_most: int | None) -> Ledger:
+    """Contributions bounded by quotas from now on: the first is what may be drawn already, the rest is free again.
+
+    ``at_most``: nobody has drawn more samples than that.
+    """
+    hands: list[Hand] = []
+    for hand in ledger.hands:
+        count, samples = 0, 0
+        while count < hand.granted:
+            samples += samples_of(hand.queue[count])
+            if count and at_most is not None and samples > at_most:
+                break
+            count += 1
+        hands.append(Hand(hand.queue, count, (count,)))
+    return take_back(replace(ledger, hands=tuple(hands)))
+
+
+def collected(ledger: Ledger) -> Ledger:
+    """Everything that was dealt is free again: nobody has drawn any of it."""
+    spans = [span for hand in ledger.hands for mb in hand.queue for span in mb]
+    return Ledger(ledger.limit, ledger.cursor, joined([*ledger.returned, *spans]), (Hand(),) * len(ledger.hands))
 
 
 def aligned(ledger: Ledger) -> Ledger:

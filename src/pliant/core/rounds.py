@@ -336,7 +336,9 @@ def _reconsidered(
     choice, verdict = overlap.after(before, tickets, trial=group.policy.trial, full=full)
     group = replace(group, choice=choice)
     if choice.delay != before.delay and group.policy.floating:
-        phase = replace(phase, ledger=ledger.with_quotas(phase.ledger, quotas=choice.delay == 0))
+        # Without an overlap a round is of the reference batch; what was dealt for open ones is much more.
+        held = ledger.collected(phase.ledger) if choice.delay == 0 else ledger.unbounded(phase.ledger)
+        phase = replace(phase, ledger=held)
     # The next round is settled while a micro-batch is asked for, not in ``step``.
     return group, replace(phase, resumed=choice.delay != before.delay or choice.turning), verdict
 
@@ -465,7 +467,8 @@ def switched(group: Group, era: int, roster: Sequence[WorkerId]) -> Group:
         return group
     phase, unused = group.phase, [place for place in range(len(before.roster)) if place not in places]
     if before.overlap != group.overlap and group.policy.floating:
-        phase = replace(phase, ledger=ledger.with_quotas(phase.ledger, quotas=not group.overlap))
+        held = ledger.unbounded(phase.ledger) if group.overlap else ledger.bounded(phase.ledger, group.at_most)
+        phase = replace(phase, ledger=held)
         group = replace(group, open=(*group.open[:-1], phase))
     if any(before.phase.ledger.hands[place].queue for place in unused) and not phase.seen:
         # Somebody has gone without a word.

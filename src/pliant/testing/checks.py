@@ -100,6 +100,10 @@ class Checker:
         """The tickets of an exchange."""
         if outcome.kind is not Kind.TRAIN:
             return
+        bound = group.policy.at_most
+        self.require(
+            bound is None or outcome.batch <= bound, f"a round of {outcome.batch} samples, at most {bound} may be"
+        )
         self._tickets[group.era, outcome.round] = handed_in
 
     def ended(self, name: str, training: VirtualTraining, state: dict[str, Any], group: Group) -> None:
