@@ -30,8 +30,8 @@ from pliant.core.tickets import Kind
 from pliant.errors import PliantError, UsageError, boundary, without_own_frames
 from pliant.runtime import membership
 from pliant.runtime.membership import Membership, Offer
+from pliant.runtime.script import Opening
 from pliant.runtime.update import Training
-from pliant.runtime.worker import Opening
 from pliant.tensors.randomness import MICRO_BATCH, seed_everything, stream
 from pliant.types import WorkerId
 

@@ -19,6 +19,25 @@ from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import Span
 
 
+class Witness(Protocol):
+    """Who is told what happened: the journal of a job, or nobody."""
+
+    def opened(self, group: Group, openings: list[Ticket]) -> None: ...
+
+    def settled(self, group: Group, outcome: Settled, handed_in: list[Ticket], rate: float) -> None: ...
+
+    def era(self, group: Group, entries: Sequence[Entry] | None, *, sends: bool) -> None: ...
+
+    def joined(self, records: int) -> None: ...
+
+    def moved(self, link: Any) -> None: ...
+
+    def confirmed(self) -> None: ...
+
+    @property
+    def records(self) -> int: ...
+
+
 class Nobody:
     """The witness of a script that runs alone."""
 

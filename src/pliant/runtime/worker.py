@@ -21,8 +21,8 @@ import math
 import operator
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -35,7 +35,9 @@ from pliant.runtime import eras as changes
 from pliant.runtime.contribution import Contribution
 from pliant.runtime.eras import Eras, Handed
 from pliant.runtime.place import EraBroken, Evicted, Seat
+from pliant.runtime.script import Opening, Script
 from pliant.runtime.update import Training
+from pliant.runtime.witness import Witness
 from pliant.tensors.gradients import Buffer
 from pliant.types import WorkerId
 
@@ -48,37 +50,6 @@ _SOON_S = 0.03
 _NOBODY_S = 0.02
 
 Answer = TypeVar("Answer")
-
-
-class Witness(Protocol):
-    """Who is told what happened: the journal of a job, or nobody."""
-
-    def opened(self, group: Group, openings: list[Ticket]) -> None: ...
-
-    def settled(self, group: Group, outcome: Settled, handed_in: list[Ticket], rate: float) -> None: ...
-
-    def era(self, group: Group, entries: Sequence[Entry] | None, *, sends: bool) -> None: ...
-
-    def joined(self, records: int) -> None: ...
-
-    def moved(self, link: Any) -> None: ...
-
-    def confirmed(self) -> None: ...
-
-    @property
-    def records(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """One call of ``batches`` or ``evaluate``."""
-
-    kind: Kind
-    epoch: int
-    length: int
-    order: int
-    size: int
-    ahead: int
 
 
 class Flight:
@@ -131,14 +102,7 @@ class Worker:
         """what lies outside each open phase, outermost first"""
         self._retired: list[tuple[Any, Any]] = []
         """groups of planned eras that are over, with their last exchange"""
-        self._stack: list[Opening] = []
-        """the calls that the script is in"""
-        self._calls = 0
-        """top-level calls that the script has left"""
-        self._ended_inside: int | None = None
-        """calls it had made inside the present one when that one's phase ended in its body, with a ``step``"""
-        self._nested = 0
-        """calls inside the present top-level one that it has left"""
+        self._script = Script()
         self._drawn_since_update = False
         self._beyond = False
         """evicted after more than a beginning: this script cannot begin anew"""
@@ -169,7 +133,8 @@ class Worker:
     @property
     def inside(self) -> Kind | None:
         """The kind of the innermost call that the script is in."""
-        return self._stack[-1].kind if self._stack else None
+        call = self._script.innermost
+        return call.kind if call is not None else None
 
     def past(self, epoch: int) -> bool:
         """Whether the group is beyond ``epoch`` already: a newcomer passes over it."""
@@ -186,19 +151,16 @@ class Worker:
 
     def open(self, call: Opening) -> int | Past:
         """Enter the next phase together with all others: its number; or how it ended, if the group is past it."""
-        if self._stack and self._flight is not None and self._drawn_since_update:
+        if self._script.stack and self._flight is not None and self._drawn_since_update:
             raise UsageError(
                 "evaluate was called in the middle of a round: inside batches call it only "
                 "right after run.step() has returned True"
             )
-        if self._stack and self.group.open:
-            # Those before it may have been opened and ended without this worker.
-            self._nested = len(self.group.open[0].nested)
-        self._stack.append(call)
+        self._script.enters(call, self.group)
         try:
             answer = self._through(lambda: self._opened(call))
         except BaseException:
-            self._stack.pop()
+            self._script.gives_up()
             raise
         if isinstance(answer, Past):
             self.left()
@@ -220,12 +182,8 @@ class Worker:
 
     def left(self) -> float | None:
         """The script is out of its innermost call; the call's result."""
-        past = self._past_call()
-        self._stack.pop()
-        if self._stack:
-            self._nested += 1
-        else:
-            self._calls, self._nested, self._ended_inside = self._calls + 1, 0, None
+        past = self._script.past(self.group)
+        self._script.leaves()
         return past.result if past is not None else None
 
     def contributed(self, weight: float, loss_sum: Tensor | float) -> None:
@@ -288,17 +246,17 @@ class Worker:
             return past
         self._finish_draining()
         while True:
-            found = self._past_call() or self._joined_phase()
+            found = self._script.past(self.group) or self._script.phase(self.group)
             if found is not None:
                 self._make_sure()
                 return found
             self._look()
             self._rest()
-            if len(self.group.open) >= len(self._stack):
+            if len(self.group.open) >= self._script.depth:
                 # The group is in a call that this script does not make.
                 self._follow()
                 continue
-            inner = Flag.INNER if len(self._stack) > 1 and self._ended_inside is not None else Flag.NONE
+            inner = Flag.INNER if self._script.is_in_ended_loop else Flag.NONE
             opening = replace(
                 self._ticket(call.kind, Flag.OPENING | inner | self._readiness()),
                 epoch=call.epoch,
@@ -309,39 +267,6 @@ class Worker:
             )
             bits = self.training.buffers.training_bits() << len(self.training.parameters)
             self._take_opening(*self._exchange(opening, bits, []))
-
-    def _past_call(self) -> Past | None:
-        """How the innermost call ended, if the group has left it."""
-        group, nested = self.group, len(self._stack) > 1
-        calls = self._top_level()
-        if self._calls < len(calls):
-            past = group.past[calls[self._calls]]
-            if nested and self._ended_inside is not None:
-                inner = group.past[calls[self._calls] + 1 :]
-                made = self._nested - self._ended_inside
-                return inner[made] if made < len(inner) else None
-            return Past(Kind.EVALUATE, past.epoch) if nested else past
-        if nested and group.open and self._nested < len(group.open[0].nested):
-            return group.open[0].nested[self._nested]
-        return None
-
-    def _joined_phase(self) -> int | None:
-        """The number of the phase that the innermost call is in, if the group has opened it."""
-        open_ = self.group.open
-        depth = len(self._stack)
-        if depth > 1 and self._ended_inside is not None:
-            return open_[0].number if open_ and open_[0].inner else None
-        if depth == 0 or len(open_) < depth or self._calls != len(self._top_level()) or open_[0].inner:
-            return None
-        return open_[depth - 1].number
-
-    def _top_level(self) -> list[int]:
-        """Places in ``group.past`` of the calls that every script makes, whether it was in the loops or not."""
-        return [place for place, past in enumerate(self.group.past) if not past.inner]
-
-    def _in_position(self) -> bool:
-        """Whether the script is where the group is."""
-        return len(self._stack) == len(self.group.open) and self._joined_phase() is not None
 
     def _take_opening(self, gathered: list[Ticket], bitmap: int) -> None:
         """All have entered the next phase."""
@@ -410,8 +335,9 @@ class Worker:
 
     def _enter_again(self, phase: int) -> None:
         """The run has begun anew while this script was in its first call: enter that once more."""
-        if phase > self.group.phases and self._stack:
-            self._opened(self._stack[-1])
+        call = self._script.innermost
+        if phase > self.group.phases and call is not None:
+            self._opened(call)
 
     def _make_sure(self) -> None:
         """Before the script acts on a phase's opening or end: have the others settled that exchange, too?
@@ -473,8 +399,8 @@ class Worker:
             return False
         outcome = self._settle(in_body=True)
         self._drawn_since_update = not outcome.seen
-        if outcome.ended and len(self._stack) == 1:
-            self._ended_inside = self._nested
+        if outcome.ended:
+            self._script.ended_in_body()
         return outcome.seen
 
     def _ended(self) -> None:
@@ -515,7 +441,7 @@ class Worker:
         Not inside an ``evaluate`` in a loop, and not before the round in flight is settled or something was drawn
         beside it: the others may count on this worker being inside its loop body.
         """
-        if self._eras is None or not self._eras.leaving or len(self._stack) > 1:
+        if self._eras is None or not self._eras.leaving or self._script.depth > 1:
             return False
         return self._flight is None or self._flight.leaving or self._contribution.micro_batches > 0
 
@@ -577,7 +503,7 @@ class Worker:
 
     def _readiness(self) -> Flag:
         """Whether this worker can compute from the coming exchange on, where it could not before."""
-        if self._eras is None or self._leaving or not self._in_position():
+        if self._eras is None or self._leaving or not self._script.is_at(self.group):
             return Flag.NONE
         if self.standing is Standing.FOLLOWING:
             if not self._eras.complete:
@@ -839,8 +765,9 @@ class Worker:
             self._sleep(_NOBODY_S)
         held = self._flight
         ticket = self._ticket(self._kind(), Flag.FOLLOWING | self._readiness())
-        if self._stack:
-            ticket = replace(ticket, size=self._stack[-1].size, ahead=self._stack[-1].ahead)
+        call = self._script.innermost
+        if call is not None:
+            ticket = replace(ticket, size=call.size, ahead=call.ahead)
         packed = tickets.pack(ticket, 0, self.training.bits)
         summation = self._started(lambda: self._channel.gather(packed))
         self._await(summation, self._pursue)
@@ -898,7 +825,7 @@ class Worker:
             group.overlap
             and group.phase.kind is Kind.TRAIN
             and not group.phase.seen
-            and self._in_position()
+            and self._script.is_at(self.group)
             and rounds.speaks(group, self._member)
         )
 
@@ -972,9 +899,9 @@ class Worker:
         eras = self._eras
         if eras is None or eras.enlisted:
             return None
-        past = eras.past_call(self._calls)
+        past = eras.past_call(self._script.calls)
         if past is None:
-            eras.enlist(self._calls, call.kind.name.lower(), call.length)
+            eras.enlist(self._script.calls, call.kind.name.lower(), call.length)
             self._enter_next()
         return past
 
@@ -1164,7 +1091,8 @@ class Worker:
         ``keep``: it has missed nothing. Its journal lines may be the last copies, and there may be nobody to ask.
         """
         now = self._clock()
-        self._flight, self._contribution, self._ended_inside = None, Contribution(now), None
+        self._flight, self._contribution = None, Contribution(now)
+        self._script.begins_anew()
         self._suspended = [(Contribution(now), None, now) for _ in range(depth)]
         self.training.back()
         self.training.cancel_look_ahead()
@@ -1173,7 +1101,7 @@ class Worker:
         self._undrained = handed.undrained
         if not keep:
             self._witness.joined(handed.records)
-        if not self._in_position():
+        if not self._script.is_at(self.group):
             self._drawn_since_update = False
 
     def _come_back(self) -> None:
@@ -1182,7 +1110,7 @@ class Worker:
         assert eras is not None
         self._lose_flights()
         self._channel.leave()
-        self._beyond = self._beyond or self._calls > 0 or len(self._stack) > 1 or self.group.round > 0
+        self._beyond = self._beyond or self._script.calls > 0 or self._script.depth > 1 or self.group.round > 0
         eras.returned()
         self.me = eras.place.me
         self._witness.moved(eras.place.link)
@@ -1193,7 +1121,7 @@ class Worker:
         self.training.back()
         self.training.cancel_look_ahead()
         self.training.gradients.discard()
-        call = self._stack[0] if self._stack else None
+        call = self._script.stack[0] if self._script.stack else None
         if call is not None:
-            eras.enlist(self._calls, call.kind.name.lower(), call.length)
+            eras.enlist(self._script.calls, call.kind.name.lower(), call.length)
             self._enter_next()

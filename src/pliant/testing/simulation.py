@@ -25,7 +25,8 @@ from pliant.runtime.coordinator import Charter
 from pliant.runtime.eras import Eras
 from pliant.runtime.membership import Membership
 from pliant.runtime.place import Place
-from pliant.runtime.worker import Opening, Worker
+from pliant.runtime.script import Opening
+from pliant.runtime.worker import Worker
 from pliant.tensors import group as groups
 from pliant.testing.checks import Checker, Observer, Violation
 from pliant.testing.collective import Meetings, VirtualForming

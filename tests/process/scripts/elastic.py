@@ -154,7 +154,7 @@ def watch_waiting() -> None:
     whole = Worker._await
 
     def watched(self: Worker, summation: Any, meanwhile: Callable[[], None] | None = None) -> float:
-        if not summation.over and self._stack:
+        if not summation.over and self._script.stack:
             reach("waiting")
         return whole(self, summation, meanwhile)
 

@@ -1,0 +1,116 @@
+"""Where the user's script is among the phases that the group has opened and ended.
+
+Question  Which of the group's phases is the call that this script is in, and is the group past it already?
+Holds     Scripts are alike: call number n of one is call number n of all. A worker that was away finds its place again
+          by counting: the calls it has left at the top, and those inside the present one. What was opened in the body
+          of a loop that had ended there (an *inner* phase) is counted from that end on.
+Source    docs/design/0007-elastic.md ("Past phases").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pliant.core.rounds import Group, Past
+from pliant.core.tickets import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """One call of ``batches`` or ``evaluate``."""
+
+    kind: Kind
+    epoch: int
+    length: int
+    order: int
+    size: int
+    ahead: int
+
+
+class Script:
+    """One worker's calls, outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[Opening] = []
+        """the calls that the script is in"""
+        self.calls = 0
+        """top-level calls that it has left"""
+        self._nested = 0
+        """calls inside the present top-level one that it has left"""
+        self._ended_inside: int | None = None
+        """calls it had made inside the present one when that one's phase ended in its body, with a ``step``"""
+
+    @property
+    def depth(self) -> int:
+        return len(self.stack)
+
+    @property
+    def innermost(self) -> Opening | None:
+        return self.stack[-1] if self.stack else None
+
+    @property
+    def is_in_ended_loop(self) -> bool:
+        """Whether the innermost call is made in the body of a loop whose phase has ended."""
+        return self.depth > 1 and self._ended_inside is not None
+
+    def enters(self, call: Opening, group: Group) -> None:
+        """The script makes a call."""
+        if self.stack and group.open:
+            # Those before it may have been opened and ended without this worker.
+            self._nested = len(group.open[0].nested)
+        self.stack.append(call)
+
+    def leaves(self) -> None:
+        """It is out of its innermost call."""
+        self.stack.pop()
+        if self.stack:
+            self._nested += 1
+        else:
+            self.calls, self._nested, self._ended_inside = self.calls + 1, 0, None
+
+    def gives_up(self) -> None:
+        """The innermost call was not entered after all."""
+        self.stack.pop()
+
+    def ended_in_body(self) -> None:
+        """The phase of its loop has ended, and the script is still in the body."""
+        if self.depth == 1:
+            self._ended_inside = self._nested
+
+    def begins_anew(self) -> None:
+        """What this worker has seen of its loop's end does not count any more."""
+        self._ended_inside = None
+
+    # -- beside the group
+
+    def past(self, group: Group) -> Past | None:
+        """How the innermost call ended, if the group has left it."""
+        nested, calls = self.depth > 1, _top_level(group)
+        if self.calls < len(calls):
+            past = group.past[calls[self.calls]]
+            if nested and self._ended_inside is not None:
+                inner = group.past[calls[self.calls] + 1 :]
+                made = self._nested - self._ended_inside
+                return inner[made] if made < len(inner) else None
+            return Past(Kind.EVALUATE, past.epoch) if nested else past
+        if nested and group.open and self._nested < len(group.open[0].nested):
+            return group.open[0].nested[self._nested]
+        return None
+
+    def phase(self, group: Group) -> int | None:
+        """The number of the phase that the innermost call is in, if the group has opened it."""
+        open_ = group.open
+        if self.is_in_ended_loop:
+            return open_[0].number if open_ and open_[0].inner else None
+        if self.depth == 0 or len(open_) < self.depth or self.calls != len(_top_level(group)) or open_[0].inner:
+            return None
+        return open_[self.depth - 1].number
+
+    def is_at(self, group: Group) -> bool:
+        """Whether the script is where the group is."""
+        return self.depth == len(group.open) and self.phase(group) is not None
+
+
+def _top_level(group: Group) -> list[int]:
+    """Places in ``group.past`` of the calls that every script makes, whether it was in the loops or not."""
+    return [place for place, past in enumerate(group.past) if not past.inner]
