@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pliant.core.pace import measure, unmeasured
+from pliant.core.pace import forgiven, measure, unmeasured
 from pliant.core.tickets import Kind, Ticket
 
 
@@ -50,3 +50,15 @@ def test_a_round_lasts_as_long_as_its_slowest_and_a_summation_as_for_the_last_to
     pacing = measure(unmeasured(2), [ticket(10, 1.0, 0.25, sum_s=0.75), ticket(30, 2.0, 0.5, sum_s=0.125)])
     assert pacing.round_s == 2.5
     assert pacing.sum_s == 0.125
+
+
+def test_who_is_dealt_nothing_is_forgiven_in_time_and_no_more_than_the_mean() -> None:
+    """One exchange in which a worker had to wait does not leave it without samples for ever."""
+    pacing = measure(unmeasured(2), [ticket(8, 0.02), ticket(3, 1.2)])
+    slow, idle = pacing.paces()[1], [ticket(8, 0.02), ticket(0, 0.0)]
+    for _ in range(40):
+        before = pacing.paces()[1]
+        pacing = forgiven(measure(pacing, idle), idle)
+        assert before <= pacing.paces()[1] <= sum(pacing.paces()) / 2 + 1e-9
+    assert pacing.paces()[1] > 50 * slow
+    assert forgiven(pacing, [ticket(8, 0.02), ticket(8, 0.02)]) == pacing

@@ -17,6 +17,8 @@ from pliant.core.tickets import Ticket
 _KEEP = 0.5
 # A pace that is off by more than this factor is no noise but another device (throttled, shared): believed at once.
 _ANOTHER_DEVICE = 1.4
+# What is left of a slow worker's busy time after an exchange in which it was dealt nothing.
+_FORGIVING = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,22 @@ def measure(pacing: Pacing, tickets: Sequence[Ticket]) -> Pacing:
         sum_s=_follow(pacing.sum_s, sum_s),
         cost_s=_follow(pacing.cost_s, cost_s),
     )
+
+
+def forgiven(pacing: Pacing, tickets: Sequence[Ticket]) -> Pacing:
+    """Where few samples are dealt: who got none is thought a little faster than before, up to the mean.
+
+    Else one bad measurement (a short ``evaluate`` in which it had to wait) would leave it without samples for ever.
+    """
+    paces = pacing.paces()
+    mean = sum(paces) / len(paces)
+    members = tuple(
+        Pace(member.samples, max(_FORGIVING * member.busy_s, member.samples / mean))
+        if ticket.samples == 0 and (member.samples_per_s or mean) < mean
+        else member
+        for member, ticket in zip(pacing.members, tickets, strict=True)
+    )
+    return pacing if members == pacing.members else replace(pacing, members=members)
 
 
 def _measured(old: Pace, ticket: Ticket) -> Pace:

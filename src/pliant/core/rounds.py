@@ -281,7 +281,7 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
     batch = sum(ticket.samples for ticket in tickets)
     if phase.kind is Kind.EVALUATE:
         phase = replace(phase, total=phase.total + total, count=phase.count + weight)
-        group = replace(group, evaluating=pace.measure(group.evaluating, tickets))
+        group = replace(group, evaluating=pace.forgiven(pace.measure(group.evaluating, tickets), tickets))
         finite, told, momentum = True, None, 0.0
     else:
         finite = not any(ticket.flags is not _NONE and ticket.flags & Flag.NONFINITE for ticket in tickets)
