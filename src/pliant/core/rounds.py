@@ -467,7 +467,9 @@ def switched(group: Group, era: int, roster: Sequence[WorkerId]) -> Group:
         return group
     phase, unused = group.phase, [place for place in range(len(before.roster)) if place not in places]
     if before.overlap != group.overlap and group.policy.floating:
-        held = ledger.unbounded(phase.ledger) if group.overlap else ledger.bounded(phase.ledger, group.at_most)
+        # By the user's bound: that of what pays changes from round to round, and more may be drawn than it is now.
+        bound = group.policy.at_most
+        held = ledger.unbounded(phase.ledger) if group.overlap else ledger.bounded(phase.ledger, bound)
         phase = replace(phase, ledger=held)
         group = replace(group, open=(*group.open[:-1], phase))
     if any(before.phase.ledger.hands[place].queue for place in unused) and not phase.seen:

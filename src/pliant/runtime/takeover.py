@@ -302,7 +302,10 @@ class Takeover:
 
 @torch.no_grad()
 def snapshot(training: Training, carried: Mapping[str, Any], want: Sequence[str]) -> dict[str, Any]:
-    """What a follower asks for, as of now: copies, but of what never changes. The model shows the plain weights."""
+    """What a follower asks for, as of now: copies, except of what never changes.
+
+    The model shows the plain weights and the group's buffers.
+    """
     parts: dict[str, Any] = {}
     for name in want:
         if name == META:
