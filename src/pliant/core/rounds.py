@@ -354,6 +354,14 @@ def speaks(group: Group, member: int) -> bool:
     return phase.present[member] and (phase.took_part[member] or phase.ledger.hands[member].granted > 0)
 
 
+def somebody_came_along(group: Group, tickets: Sequence[Ticket]) -> bool:
+    """Whether somebody may have come to the end of a phase without having computed since it joined."""
+    return any(
+        standing is not Standing.LEAVING and not ticket.micro_batches
+        for standing, ticket in zip(group.standings, tickets, strict=True)
+    )
+
+
 def drained(group: Group) -> Group:
     """The buffers were made equal by an exchange of their own."""
     return replace(group, exchange=group.exchange + 1)

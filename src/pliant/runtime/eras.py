@@ -102,6 +102,8 @@ class Eras:
         self._in_time: Callable[[], None] | None = None
         self._takeover: Takeover | None = None
         self._asked_state: int | None = None
+        self._left: tuple[str, Any] | None = None
+        """the last call that a newcomer came to the end of, and the user's state at that end"""
         self._missed = math.inf
         """the first exchange with an update whose code this worker, about to go, has not run"""
         self._ahead: frozenset[WorkerId] = frozenset()
@@ -173,6 +175,10 @@ class Eras:
         active = {worker for worker, standing in standings if standing is Standing.ACTIVE}
 
         def snapshot(want: Sequence[str], as_of: int) -> dict[str, Any]:
+            if takeover.is_of_end(want):
+                if self._left is None or want != [self._left[0]]:
+                    raise LookupError("it has not kept that")
+                return {want[0]: self._left[1]}
             if takeover.STATE in want and not self.holds_all:
                 raise LookupError("it waits for the user's state itself")
             if takeover.STATE in want and as_of >= self._missed and not self._ahead.isdisjoint(active):
@@ -281,14 +287,19 @@ class Eras:
             self._asked_state = as_of
             self._takeover.ask_state(as_of)
 
-    def users_state_arrived(self, exchange: int) -> bool:
-        """Whether the user's state is here, and installed."""
+    def keep_users_state(self, left: str) -> None:
+        """Somebody may come to the end of this call without the user's state: keep it as it is now."""
+        if self._carried["state"]:
+            self._left = takeover.at_end_of(left), takeover.users_state_of(self._carried)
+
+    def users_state_arrived(self, exchange: int, left: str | None) -> bool:
+        """Whether the user's state is here, and installed; ``left``: as it was at the end of that call."""
         if self._takeover is None:
             return True
         if not self._carried["state"]:
             self._drop_takeover()
             return True
-        values = self._takeover.users_state(exchange)
+        values = self._takeover.users_state(exchange, left)
         if values is None:
             return False
         takeover.install_state(self._carried["state"], values)

@@ -154,7 +154,7 @@ class Place:
         plan = self._mailbox.plan
         if plan is not self._planned:
             if self._planned is not None:
-                self._give_up_plan()
+                self._give_up_plan(for_=plan)
             self._planned = plan if plan is not None and plan.era > era else None
             if self._planned is not None:
                 self._begin(self._planned)
@@ -199,11 +199,14 @@ class Place:
     def _formed_for(self, word: EraPlan | EraStart | Broken) -> Forming:
         return self._form(word.attempt, word.roster.index(self.me), len(word.roster))
 
-    def _give_up_plan(self) -> None:
+    def _give_up_plan(self, for_: EraPlan | None = None) -> None:
+        """The plan is void; ``for_``: this one has taken its place, and its group may be forming already."""
         if self._forming is not None:
             self._forming.abandon()
         self._planned, self._forming, self._left_out = None, None, False
         with self._lock:
+            if self._early is not None and self._early[0] == for_:
+                return
             early, self._early = self._early, None
         if early is not None:
             early[1].abandon()

@@ -45,6 +45,11 @@ class Script:
         return len(self.stack)
 
     @property
+    def position(self) -> str:
+        """Which call the innermost one is: the same words on every worker."""
+        return f"{self.calls}" if self.depth < 2 else f"{self.calls}.{self._nested}"
+
+    @property
     def innermost(self) -> Opening | None:
         return self.stack[-1] if self.stack else None
 

@@ -21,8 +21,19 @@ from pliant.tensors import memory
 from pliant.tensors.gradients import Buffer
 
 META, STATE = "meta", "state"
+_AT_END = "state at the end of call "
 # What a donor copies, and a follower keeps sums of, at a time. One tensor may be larger.
 _REQUEST_BYTES = 128 << 20
+
+
+def at_end_of(call: str) -> str:
+    """The name of the user's state as it was at the end of a call."""
+    return f"{_AT_END}{call}"
+
+
+def is_of_end(want: Sequence[str]) -> bool:
+    """Whether it is that which is wanted."""
+    return any(name.startswith(_AT_END) for name in want)
 
 
 class Recipient(Protocol):
@@ -102,6 +113,8 @@ class Takeover:
         self._recipient: Recipient | None = None
         self._state_from: Recipient | None = None
         """who was asked for the user's state"""
+        self._state_asked: str | None = None
+        """for which"""
         self._donors: list[str] = []
         self._asked: _Asked | None = None
         self._era = 0
@@ -216,23 +229,30 @@ class Takeover:
         """Ask for the user's own state; everything else is here."""
         recipient = self._line()
         if recipient is not None:
-            self._state_from = recipient
+            self._state_from, self._state_asked = recipient, STATE
             recipient.request(self._era, as_of, [STATE])
 
-    def users_state(self, exchange: int) -> Mapping[str, Any] | None:
-        """The user's state once it is here; asks again where the donor failed or the answer is out of date."""
+    def users_state(self, exchange: int, left: str | None = None) -> Mapping[str, Any] | None:
+        """The user's state once it is here; asks again where the donor failed or the answer is out of date.
+
+        ``left``: as it was at the end of that call, before the script's code that comes after it.
+        """
+        name = STATE if left is None else at_end_of(left)
+        if self._state_asked not in (None, name):
+            # What it was asked for is due only later, and it answers in turn.
+            self._drop_recipient()
         recipient = self._line()
         if recipient is None:
             return None
         # A donor that failed was replaced, perhaps long ago; who came after it has not been asked for this.
         failed = recipient is not self._state_from
         answer = None if failed else recipient.arrived()
-        self._state_from = recipient
-        if answer is not None and answer[0] >= exchange:
-            return answer[1][STATE]
+        self._state_from, self._state_asked = recipient, name
+        if answer is not None and (left is not None or answer[0] >= exchange):
+            return answer[1][name]
         if failed or answer is not None:
             # This worker was ready, and went along until it was dealt something.
-            recipient.request(self._era, exchange, [STATE])
+            recipient.request(self._era, exchange, [name])
         return None
 
     # -- rounds meanwhile
@@ -311,7 +331,7 @@ def snapshot(training: Training, carried: Mapping[str, Any], want: Sequence[str]
         if name == META:
             parts[name] = _meta(training, carried)
         elif name == STATE:
-            parts[name] = _copied(stated(carried["state"]))
+            parts[name] = users_state_of(carried)
         elif name.startswith("b"):
             parts[name] = training.buffers.value(int(name[1:]))
         elif name.startswith("c"):
@@ -321,6 +341,11 @@ def snapshot(training: Training, carried: Mapping[str, Any], want: Sequence[str]
             state = training.optimizer.state.get(p, {})
             parts[name] = {"value": memory.copied(p), "state": _copied(dict(state))}
     return parts
+
+
+def users_state_of(carried: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the user's own state."""
+    return _copied(stated(carried["state"]))
 
 
 def _meta(training: Training, carried: Mapping[str, Any]) -> dict[str, Any]:

@@ -112,6 +112,8 @@ class Worker:
         """the exchange that makes the buffers equal at a phase's end is still to come"""
         self._turned = -1
         """the last exchange that opened or ended a phase"""
+        self._awaited = False
+        """somebody has come to the end of the last phase without the user's state of that moment"""
         self._sum_s = 0.0
         self._cost_s = 0.0
         self.last: Settled | None = None
@@ -246,10 +248,14 @@ class Worker:
             return past
         self._finish_draining()
         while True:
-            found = self._script.past(self.group) or self._script.phase(self.group)
-            if found is not None:
+            past = self._script.past(self.group)
+            if past is not None:
+                self._make_sure(ended=True)
+                return past
+            phase = self._script.phase(self.group)
+            if phase is not None:
                 self._make_sure()
-                return found
+                return phase
             self._look()
             self._rest()
             if len(self.group.open) >= self._script.depth:
@@ -329,9 +335,16 @@ class Worker:
         self._enter_again(phase)
         if any(each.number == phase for each in self.group.open):
             return True
-        self._finish_draining()
-        self._make_sure()
+        self._come_to_the_end()
         return False
+
+    def _come_to_the_end(self) -> None:
+        """The phase is over, the script's code inside it has run, and that after it is next."""
+        self._finish_draining()
+        self._make_sure(ended=True)
+        if self._awaited and self._eras is not None:
+            self._eras.keep_users_state(self._script.position)
+            self._rest()
 
     def _enter_again(self, phase: int) -> None:
         """The run has begun anew while this script was in its first call: enter that once more."""
@@ -339,7 +352,7 @@ class Worker:
         if phase > self.group.phases and call is not None:
             self._opened(call)
 
-    def _make_sure(self) -> None:
+    def _make_sure(self, *, ended: bool = False) -> None:
         """Before the script acts on a phase's opening or end: have the others settled that exchange, too?
 
         Whoever does not hold the whole state is taken back to where those are who do. The next exchange shows where
@@ -349,7 +362,8 @@ class Worker:
         while self.standing is Standing.FOLLOWING and self.group.exchange == turned:
             self._look()
             self._follow()
-        self._take_users_state()
+        if ended or self._script.is_at(self.group):
+            self._take_users_state(ended=ended)
 
     def _settle_or_hand_in(self) -> None:
         if self._flight is None:
@@ -381,8 +395,7 @@ class Worker:
             self._hand_in(Flag.BREAK)
         if inside():
             self._settle()
-        self._finish_draining()
-        self._make_sure()
+        self._come_to_the_end()
 
     def _stepped(self) -> bool:
         self._look()
@@ -624,6 +637,7 @@ class Worker:
             self._eras.fell_behind(self.training, before, leaving=self.standing is Standing.LEAVING)
         if outcome.ended:
             self._turned = self.group.exchange
+            self._awaited = rounds.somebody_came_along(self.group, handed_in)
             self._follow_result(outcome)
             self._end_phase(training=training, merged=merged)
         if outcome.plan is not None:
@@ -847,11 +861,15 @@ class Worker:
         if self._eras is not None and self.standing is Standing.FOLLOWING:
             self._eras.pursue(self.group.exchange)
 
-    def _take_users_state(self) -> None:
-        """Before the first micro-batch of a newcomer: the user's own state, as of now."""
+    def _take_users_state(self, *, ended: bool = False) -> None:
+        """Before the first micro-batch of a newcomer: the user's own state, as of now.
+
+        ``ended``: as it was at the end of the call that the script is in. Others may have run the code after it.
+        """
         if self._eras is None or self.standing is not Standing.ACTIVE:
             return
-        while not self._eras.users_state_arrived(self.group.exchange):
+        left = self._script.position if ended else None
+        while not self._eras.users_state_arrived(self.group.exchange, left):
             self._look()
             # Another newcomer may ask here, and is to ask elsewhere.
             self._rest()

@@ -305,7 +305,7 @@ class Script:
         self.training = VirtualTraining(
             reference=scene.policy.batch, buffers=scene.buffers, start=1_000_003 * (self.number + 1)
         )
-        self.state: dict[str, Any] = {"count": 0}
+        self.state: dict[str, Any] = {"count": 0, "trained": 0, "epochs": 0}
         witness = Observer(link, simulation.checker, self.training)
         carried = {
             "optimizer": None,
@@ -393,7 +393,9 @@ class Script:
         worker.limit_samples(scene.samples)
         for epoch in range(scene.epochs):
             self._batches(epoch)
+            self.state["trained"] += 1
             self._evaluate(epoch)
+            self.state["epochs"] += 1
             worker.past(epoch)
             self.training.end_epoch(epoch)
 
