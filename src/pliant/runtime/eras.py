@@ -175,14 +175,15 @@ class Eras:
         active = {worker for worker, standing in standings if standing is Standing.ACTIVE}
 
         def snapshot(want: Sequence[str], as_of: int) -> dict[str, Any]:
-            if takeover.is_of_end(want):
+            at_end = takeover.is_of_end(want)
+            if (at_end or takeover.STATE in want) and as_of >= self._missed and not self._ahead.isdisjoint(active):
+                raise LookupError("it leaves, and others have a newer one")
+            if at_end:
                 if self._left is None or want != [self._left[0]]:
                     raise LookupError("it has not kept that")
                 return {want[0]: self._left[1]}
             if takeover.STATE in want and not self.holds_all:
                 raise LookupError("it waits for the user's state itself")
-            if takeover.STATE in want and as_of >= self._missed and not self._ahead.isdisjoint(active):
-                raise LookupError("it leaves, and others have a newer one")
             with training.plain():
                 return takeover.snapshot(training, self._carried, want)
 
