@@ -6,6 +6,7 @@
     ├── RunEnded         the run is over for a reason outside this worker (another worker was lost, Ctrl-C)
     │   └── Stopped      the coordinator itself says so, and shows the reason
     ├── JournalError     a journal is damaged, foreign or of another version
+    ├── CheckpointError  a checkpoint cannot be written, or is damaged, foreign or of another version
     └── NonFiniteLoss    too many rounds in a row had an infinite or undefined loss
 
     Left (a SystemExit)  this worker was asked to go and has gone; the run goes on without it
@@ -66,6 +67,10 @@ class Left(SystemExit):
 
 class JournalError(PliantError):
     """A journal cannot be trusted: damaged, foreign, or of another version."""
+
+
+class CheckpointError(PliantError):
+    """A checkpoint cannot be written, or cannot be trusted."""
 
 
 class NonFiniteLoss(PliantError):

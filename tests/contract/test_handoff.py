@@ -327,7 +327,7 @@ def test_nothing_is_allocated_on_a_liars_word(head: Any, said: str) -> None:
 def test_shapes_beyond_all_memory_are_broken(shape: list[int]) -> None:
     shape = [*shape, 1 << 55]
     skeleton = msgspec.json.encode({"d": [["x", {"t": ["float64", shape]}]]})
-    size = handoff._size(msgspec.json.decode(skeleton))
+    size = handoff.size_of(handoff.described(skeleton))
     out = io.BytesIO()
     stream.write_chunks(out, memoryview(skeleton))
     out.seek(0)

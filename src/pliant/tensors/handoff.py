@@ -18,7 +18,6 @@ On the wire, donor D and newcomer N:
 from __future__ import annotations
 
 import contextlib
-import math
 import queue
 import socket
 import threading
@@ -27,12 +26,12 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, BinaryIO
 
 import msgspec
-import torch
 from torch import Tensor
 
 from pliant.errors import UsageError
 from pliant.tensors import stream
-from pliant.tensors.state import blank_tensors, flattened, rebuilt
+from pliant.tensors.memory import bytes_of
+from pliant.tensors.state import blank_tensors, described, flattened, rebuilt, size_of
 
 SKELETON_BYTES = 64 << 20
 """A skeleton has some 100 bytes per tensor; a larger one is none."""
@@ -226,7 +225,7 @@ def _send_answer(writer: BinaryIO, waiting: _Waiting) -> None:
     tensors.reverse()
     while tensors:  # each tensor's memory is free as soon as it is sent
         tensor = tensors.pop()
-        stream.write_chunks(writer, _bytes_of(tensor.detach().cpu().contiguous()))
+        stream.write_chunks(writer, bytes_of(tensor.detach().cpu().contiguous()))
         if tensor._version != waiting.versions.get(id(tensor), tensor._version):
             raise stream.Broken("was sent a tensor that somebody changed meanwhile")
     if isinstance(head, _State):
@@ -338,12 +337,12 @@ def _read_state(reader: BinaryIO, head: _State) -> dict[str, Any]:
     stream.read_chunks(reader, memoryview(skeleton))
     try:
         # Nothing is allocated before both ends agree on how much it is.
-        size = _size(msgspec.json.decode(skeleton))
+        size = size_of(described(bytes(skeleton)))
         if size != head.tensor_bytes:
             raise stream.Broken(f"announces {head.tensor_bytes} bytes of tensors and describes {size}")
         tensors = blank_tensors(bytes(skeleton))
         for tensor in tensors:
-            stream.read_chunks(reader, _bytes_of(tensor))
+            stream.read_chunks(reader, bytes_of(tensor))
         if stream.read_frame(reader) != _WHOLE:
             raise stream.Broken("sent a state without an end")
         state = rebuilt(bytes(skeleton), tensors)
@@ -352,29 +351,3 @@ def _read_state(reader: BinaryIO, head: _State) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise stream.Broken("sent a state that is no dict")
     return state
-
-
-def _size(skeleton: Any) -> int:
-    """Bytes of all tensors in a decoded skeleton; raises where it is malformed."""
-    if isinstance(skeleton, list):
-        return sum(_size(item) for item in skeleton)
-    if not isinstance(skeleton, dict):
-        return 0
-    (kind, content) = next(iter(skeleton.items()))
-    if len(skeleton) != 1 or kind not in ("t", "u", "d", "f"):
-        raise ValueError("unknown kind of value")
-    if kind == "f":
-        return 0
-    if kind != "t":
-        return sum(_size(item) for item in (content if kind == "u" else [item for _, item in content]))
-    name, shape = content
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError("unknown kind of tensor")
-    return math.prod(shape) * dtype.itemsize
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host, without a copy."""
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)

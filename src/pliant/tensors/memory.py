@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,12 @@ def lent(tensor: Tensor) -> Tensor:
     if source.device.type == "cpu" and source.is_contiguous() and source.nbytes >= _LARGE_BYTES:
         return source
     return source.cpu().clone()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host, without a copy."""
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def copied(tensor: Tensor) -> Tensor:

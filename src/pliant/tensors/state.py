@@ -8,6 +8,7 @@ Holds     A nested state (dicts, lists, tuples, numbers, strings, None, tensors)
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import msgspec
@@ -75,23 +76,41 @@ def _rebuilt(value: Any, tensors: Any) -> Any:
     return value
 
 
+Described = tuple[torch.dtype, list[int]]
+"""a tensor's type and shape"""
+
+
+def described(skeleton: bytes) -> list[Described]:
+    """The tensors that a skeleton names, in its order. Raises ``ValueError`` where it is malformed."""
+    return list(_described(msgspec.json.decode(skeleton)))
+
+
+def _described(value: Any) -> Iterator[Described]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _described(item)
+    elif isinstance(value, dict):
+        (kind, content) = next(iter(value.items()))
+        if len(value) != 1 or kind not in (_TENSOR, _TUPLE, _DICT, _FLOAT):
+            raise ValueError("unknown kind of value")
+        if kind == _TENSOR:
+            name, shape = content
+            dtype = getattr(torch, name)
+            if not isinstance(dtype, torch.dtype) or not all(type(n) is int and n >= 0 for n in shape):
+                raise ValueError("unknown kind of tensor")
+            yield dtype, shape
+        elif kind != _FLOAT:
+            yield from _described(content if kind == _TUPLE else [item for _, item in content])
+
+
+def size_of(tensors: Iterable[Described]) -> int:
+    """Bytes of all of them."""
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in tensors)
+
+
 def blank_tensors(skeleton: bytes) -> list[Tensor]:
     """Uninitialised tensors of the shapes that the skeleton names, in its order."""
-    found: list[Tensor] = []
-
-    def walk(value: Any) -> None:
-        if isinstance(value, list):
-            for item in value:
-                walk(item)
-        elif isinstance(value, dict):
-            if _TENSOR in value:
-                dtype, shape = value[_TENSOR]
-                found.append(memory.fresh(shape, getattr(torch, dtype)))
-            elif _FLOAT not in value:
-                walk(value.get(_TUPLE) or [item for _, item in value.get(_DICT, [])])
-
-    walk(msgspec.json.decode(skeleton))
-    return found
+    return [memory.fresh(shape, dtype) for dtype, shape in described(skeleton)]
 
 
 @torch.no_grad()
