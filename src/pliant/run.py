@@ -53,6 +53,8 @@ def join(
     scaler: torch.amp.GradScaler | None = None,
     state: Mapping[str, Any] | None = None,
     order: data.Order | None = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: float = 300.0,
     seed: int = 0,
     dead_after: float = 5.0,
     enroll: Callable[[Offer], Membership] = membership.enrolled,
@@ -73,6 +75,10 @@ def join(
     scaler        a ``torch.amp.GradScaler`` for float16
     state         objects with ``state_dict``, or plain values: equal on all workers from the start, ``run.state``
     order         (epoch, n) -> indices, in place of the seed's permutation
+    checkpoint    where checkpoints go: a directory that all workers see, or any address of fsspec (``s3://…``). A run
+                  goes on from the last one: alone by itself, in a job when all workers were lost at once, or with
+                  ``pliant run --resume``
+    checkpoint_every   seconds between two of them; the last three are kept
     dead_after    seconds without a sign of life after which a worker counts as lost
     enroll        how this worker finds its group; ``pliant.testing`` brings its own
     """
@@ -89,6 +95,7 @@ def join(
             seed=seed,
             dead_after=dead_after,
         )
+        settings.check_checkpoint(checkpoint, checkpoint_every)
     except UsageError as error:
         membership.turned_away(error)
         raise
@@ -115,6 +122,8 @@ def join(
         agreed=resolved.agreed(),
         carried={"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "state": dict(state or {})},
         prepared=prepared,
+        checkpoint=None if checkpoint is None else str(checkpoint),
+        checkpoint_every_s=float(checkpoint_every),
     )
     return Run(model, enroll(offer), resolved, order=order)
 
@@ -399,7 +408,10 @@ class Run:
                 if tensor.data_ptr() not in seen or tensor.numel() == 0:
                     seen.add(tensor.data_ptr())
                     tensors[name] = tensor.detach().contiguous()
-            save_file(tensors, str(path))
+            # Whoever reads it meanwhile finds the old one, or the whole new one.
+            part = Path(f"{path}.part")
+            save_file(tensors, str(part))
+            part.replace(path)
 
     # -- the end
 

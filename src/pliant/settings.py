@@ -6,6 +6,7 @@ Holds     Everything is checked here, before anything starts; the rest of Pliant
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +133,14 @@ def _rule(rates: Any, optimizer: Optimizer) -> Rule:
             "leave moments=True out"
         )
     return rule
+
+
+def check_checkpoint(address: Any, every: Any) -> None:
+    """Refuse what no checkpoint can be written to, or no clock can follow."""
+    if address is not None and not (isinstance(address, str | os.PathLike) and str(address)):
+        raise UsageError(f"checkpoint is {address!r}: give a directory, or an address such as s3://bucket/run")
+    if isinstance(every, bool) or not isinstance(every, int | float) or not every > 0:
+        raise UsageError(f"checkpoint_every is {every!r}: give seconds, more than 0")
 
 
 def check_model(model: nn.Module, optimizer: Optimizer) -> None:

@@ -39,6 +39,7 @@ from pliant.control.messages import (
     Put,
     Ready,
     Refuse,
+    Saved,
     Signature,
     Stop,
     Stopped,
@@ -151,6 +152,10 @@ class Link:
     def plan(self, epochs: int | None, samples: int | None) -> None:
         """Tell how far the script means to go."""
         self._pledge(Plan(epochs=epochs, samples=samples))
+
+    def saved(self, name: str, records: int, round_: int) -> None:
+        """Tell that a checkpoint is complete."""
+        self._pledge(Saved(name=name, records=records, round=round_))
 
     def leaving(self, reason: str) -> None:
         """Ask for an era without this worker. Safe in a signal handler."""

@@ -19,6 +19,7 @@ from pliant.control.messages import (
     EraStart,
     FromCoordinator,
     Leave,
+    Named,
     Push,
     Refuse,
     Stop,
@@ -46,6 +47,8 @@ class Mailbox:
         self.broken_reason = ""
         self.written = 0
         """journal records that are on disk"""
+        self.named: list[str] = []
+        """checkpoints that exist, newest first"""
         self.leave: str | None = None
         """why this worker is asked to go"""
         self.evicted: str | None = None
@@ -92,6 +95,8 @@ class Mailbox:
                     self._keys[attempt, key] = value
             case Written(count=count):
                 self.written = max(self.written, count)
+            case Named(names=names):
+                self.named = names
             case Leave(reason=reason):
                 self.leave = reason
             case Refuse(reason=reason, again=True):

@@ -133,6 +133,15 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     left: bool = False
 
 
+class Saved(msgspec.Struct, frozen=True, tag="saved"):
+    """A checkpoint is complete, and every member has settled what it is of. It exists once the journal names it."""
+
+    name: str
+    records: int
+    """journal records of the workers that lead to it"""
+    round: int
+
+
 class Plan(msgspec.Struct, frozen=True, tag="plan"):
     """How far the script means to go; only for the estimate of the time left."""
 
@@ -163,6 +172,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """training has begun: enlist with the first call that is not past"""
     past: list[Past] = []
     """finished top-level calls, in their order"""
+    rewinds: int = 0
+    """how often the run has gone back to a checkpoint: a script that began before the last time is past it"""
 
 
 class EraStart(msgspec.Struct, frozen=True, tag="era"):
@@ -180,6 +191,10 @@ class EraStart(msgspec.Struct, frozen=True, tag="era"):
     """where each member hands its state on"""
     records: int = 0
     """journal records of the workers that are written: where nothing was settled, all go on counting from there"""
+    checkpoints: list[str] = []
+    """nobody holds the state: the donor reads the first of these that is whole, and tells the others"""
+    round: int = 0
+    """with these: the last one in the journal, whose number is not used again"""
 
 
 class EraPlan(msgspec.Struct, frozen=True, tag="era_plan"):
@@ -225,6 +240,12 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
     """So many of the workers' journal records are on disk; earlier ones need not be kept."""
 
     count: int
+
+
+class Named(msgspec.Struct, frozen=True, tag="named"):
+    """The checkpoints that exist, newest first; older ones may be removed."""
+
+    names: list[str]
 
 
 class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
@@ -326,9 +347,9 @@ class Over(msgspec.Struct, frozen=True, tag="over"):
 
 
 FromWorker = Union[  # noqa: UP007 - msgspec reads it at run time
-    Hello, Ready, Put, Beat, Lines, Leaving, Stopped, Entered, Failed, Finished, Plan
+    Hello, Ready, Put, Beat, Lines, Leaving, Stopped, Entered, Failed, Finished, Plan, Saved
 ]
-FromCoordinator = Union[Welcome, EraStart, EraPlan, Broken, Leave, Push, Written, Refuse, Stop]  # noqa: UP007
+FromCoordinator = Union[Welcome, EraStart, EraPlan, Broken, Leave, Push, Written, Named, Refuse, Stop]  # noqa: UP007
 FromAgent = Union[Enlist, Exited, Interrupted, Noticed]  # noqa: UP007
 ToAgent = Union[Enlisted, Start, Terminate, Kill, Note, StatusUpdate, Over, Refuse]  # noqa: UP007
 

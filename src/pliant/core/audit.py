@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pliant.core.journal import (
+    CheckpointRecord,
     EndRecord,
     EntryLine,
     EraRecord,
@@ -25,9 +26,11 @@ from pliant.core.journal import (
     PhaseRecord,
     PolicyRecord,
     Record,
+    RewindRecord,
     RoundRecord,
     RunRecord,
     TicketLine,
+    effective,
 )
 from pliant.core.replay import Replay, named
 from pliant.core.tickets import Flag
@@ -47,9 +50,12 @@ class Report:
 
 
 def audit(records: Iterable[Record], *, replay: bool = True) -> Report:
-    """Check a journal from its first record to its last; ``replay`` also runs the decision code again."""
+    """Check a journal from its first record to its last; ``replay`` also runs the decision code again.
+
+    Of a list, what a rewind has gone back behind is left out; an iterator must come without it (``effective``).
+    """
     auditor = _Auditor(Replay() if replay else None)
-    for record in records:
+    for record in effective(records) if isinstance(records, list) else records:
         auditor.take(record)
     return auditor.report()
 
@@ -106,7 +112,7 @@ class _Auditor:
         self._phases = 0
         self._round = 0
         """the last number used, void ones included"""
-        self._rounds = self._void = 0
+        self._rounds = self._void = self._rewinds = 0
         self._regrouped = False
         """right after an unplanned era"""
         self._leaving: set[str] = set()
@@ -136,7 +142,10 @@ class _Auditor:
             case RunRecord():
                 if self._records != 1:
                     self._problem(f"record {self._records} starts a second run")
-            case PolicyRecord():
+            case RewindRecord(worker=worker, round=number):
+                self._roster, self._round = [worker], max(self._round, number)
+                self._rewinds += 1
+            case PolicyRecord() | CheckpointRecord():
                 pass
         unplanned = isinstance(record, EraRecord) and record.entries is not None
         self._regrouped = unplanned or (self._regrouped and isinstance(record, PhaseEndRecord))
@@ -164,6 +173,7 @@ class _Auditor:
             "workers": dict(self._by_worker),
             "skipped_rounds": self._skipped,
             "void_rounds": self._void,
+            "rewinds": self._rewinds,
             "cut_positions": self._cut,
             "evaluations": self._evaluations,
             "completed": completed,

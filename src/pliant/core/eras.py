@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pliant.core import endings
+from pliant.core import endings, losses
 from pliant.core.events import AskToLeave, BreakEra, Effect, Entered, Note, PlanEra, StartEra, Stopped
 from pliant.core.members import (
     ATTEMPTS_PER_TERM,
@@ -230,8 +230,10 @@ def _founded(state: Roster, now_s: float) -> Step:
     chosen = [worker for worker, _ in ready if worker.slot in there][: state.rules.max_workers]
     if not chosen or len(chosen) < state.rules.min_workers:
         return state, ()
-    state = replace(state, terms=ready[0][1].terms, stage=Running(), settled=0)
-    return _started(state, chosen, chosen[0].name, 0, now_s)
+    resuming = state.rewinds > 0
+    # A state that is read from a checkpoint was settled by somebody: only its reader holds it at first.
+    state = replace(state, terms=ready[0][1].terms, stage=Running(), settled=1 if resuming else 0)
+    return _started(state, chosen, chosen[0].name, 1 if resuming else 0, now_s, resuming=resuming)
 
 
 def _renewed(state: Roster, now_s: float) -> Step:
@@ -272,8 +274,21 @@ def _lost_all(state: Roster, now_s: float) -> Step:
             effects += more
         return replace(state, course=Idle()), effects
     what, culprit = state.last_loss or ("all workers were lost", None)
+    if state.checkpoints:
+        return _rewound(state, what, now_s)
     reason = f"{what}: nobody is left who holds the model's state, so the run ends"
     return endings.stop(state, reason, now_s, culprit=culprit)
+
+
+def _rewound(state: Roster, what: str, now_s: float) -> Step:
+    """Go back to the last checkpoint: whoever comes now begins with that. Scripts that are past it start again."""
+    effects: tuple[Effect, ...] = ()
+    for worker in state.workers:
+        state, more = losses.lose(state, worker, "has to start again, from a checkpoint", now_s, kind="rewound")
+        effects += more
+    text = f"{what}: nobody is left who holds the model's state; the run goes on from its last checkpoint"
+    state = replace(state, stage=Gathering(), course=Idle(), broken="", rewinds=state.rewinds + 1, started_at=-1)
+    return state, (*effects, Note("rewound", text))
 
 
 def _too_few(state: Roster, course: Halting, present: int, notes: tuple[Effect, ...]) -> Step:
@@ -284,8 +299,16 @@ def _too_few(state: Roster, course: Halting, present: int, notes: tuple[Effect, 
     return replace(state, course=replace(course, noted=True)), (*notes, Note("waiting", text))
 
 
-def _started(state: Roster, chosen: list[Worker], donor: WorkerId, exchange: int, now_s: float) -> Step:
-    """Tell everybody to enter the next era."""
+def _started(
+    state: Roster,
+    chosen: list[Worker],
+    donor: WorkerId,
+    exchange: int,
+    now_s: float,
+    *,
+    resuming: bool = False,
+) -> Step:
+    """Tell everybody to enter the next era; ``resuming``: the donor reads the state from a checkpoint."""
     names = tuple(worker.name for worker in chosen)
     founding = state.settled == 0
     for worker in chosen:
@@ -296,13 +319,15 @@ def _started(state: Roster, chosen: list[Worker], donor: WorkerId, exchange: int
             member = replace(member, stopped_s=None, failed="", active=bool(level), progress_s=now_s)
         elif isinstance(member, Waiting):
             # In the first era everybody takes over the leader's state at once.
-            member = Member(member.address, now_s, active=founding, progress_s=now_s)
+            active = founding or (resuming and worker.name == donor)
+            member = Member(member.address, now_s, active=active, progress_s=now_s)
         state = with_standing(state, replace(worker, heard_s=now_s), member)
     state = _in_order(state, names)
     era, attempt = _numbers(state)
     if isinstance(state.course, Halting) and state.course.attempt and state.course.roster == names:
         attempt = state.course.attempt
-    start = StartEra(era, attempt, names, donor, exchange, _addresses(state, names), names)
+    checkpoints = state.checkpoints if resuming else ()
+    start = StartEra(era, attempt, names, donor, exchange, _addresses(state, names), names, checkpoints)
     state = replace(
         state,
         last_era=start.era,

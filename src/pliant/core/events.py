@@ -249,6 +249,8 @@ class StartEra:
     exchange: int
     addresses: tuple[tuple[WorkerId, str], ...]
     to: tuple[WorkerId, ...]
+    checkpoints: tuple[str, ...] = ()
+    """nobody holds the state: the donor reads the first of these that is whole"""
 
 
 @dataclass(frozen=True, slots=True)

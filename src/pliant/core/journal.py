@@ -158,6 +158,27 @@ class PhaseEndRecord(msgspec.Struct, frozen=True, tag="phase_end", tag_field="ki
     result: float | None = None
 
 
+class CheckpointRecord(msgspec.Struct, frozen=True, tag="checkpoint", tag_field="kind"):
+    """A checkpoint is complete. It exists from here on; those that no record names do not."""
+
+    name: str
+    records: int
+    """of the workers, before it: what it is the outcome of"""
+    round: int
+
+
+class RewindRecord(msgspec.Struct, frozen=True, tag="rewind", tag_field="kind"):
+    """Nobody was left who held the state: the run goes on from a checkpoint. What came after that is void."""
+
+    name: str
+    records: int
+    """of the workers, that stay: voided ones keep their numbers"""
+    worker: str
+    """who has read it"""
+    round: int
+    """the next one has a higher number than this: that of the checkpoint, or of the last void one"""
+
+
 class EndRecord(msgspec.Struct, frozen=True, tag="end", tag_field="kind"):
     """The last line of a run that ended, well or not."""
 
@@ -168,13 +189,46 @@ class EndRecord(msgspec.Struct, frozen=True, tag="end", tag_field="kind"):
 
 
 Record = Union[  # noqa: UP007 - msgspec reads it at run time
-    RunRecord, EraRecord, PolicyRecord, PhaseRecord, RoundRecord, ExchangeRecord, PhaseEndRecord, EndRecord
+    RunRecord,
+    EraRecord,
+    PolicyRecord,
+    PhaseRecord,
+    RoundRecord,
+    ExchangeRecord,
+    PhaseEndRecord,
+    CheckpointRecord,
+    RewindRecord,
+    EndRecord,
 ]
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
 _CHECKSUM = b',"crc":"%08x"}\n'
 _CHECKSUM_LENGTH = len(_CHECKSUM % 0)
+
+
+FROM_WORKERS = (EraRecord, PolicyRecord, PhaseRecord, RoundRecord, ExchangeRecord, PhaseEndRecord, RewindRecord)
+"""Made by all workers alike, and numbered; runs, checkpoints and ends are the coordinator's own to write."""
+
+
+def effective(records: Iterable[Record]) -> list[Record]:
+    """The history that counts: without what a rewind has gone back behind, and the ends before it."""
+    kept: list[tuple[int, Record]] = []
+    number = 0
+    for record in records:
+        if isinstance(record, RewindRecord):
+            kept = [(n, each) for n, each in kept if _stays(n, each, record.records)]
+        kept.append((number, record))
+        number += isinstance(record, FROM_WORKERS)
+    return [record for _, record in kept]
+
+
+def _stays(number: int, record: Record, records: int) -> bool:
+    """Whether a record is part of the history up to so many of the workers'."""
+    if isinstance(record, CheckpointRecord):
+        # Written after what it is of.
+        return record.records <= records
+    return number < records and not isinstance(record, EndRecord)
 
 
 def encode(record: Record) -> bytes:

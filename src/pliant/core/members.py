@@ -361,6 +361,10 @@ class Roster:
     last_loss: tuple[str, SlotId | None] | None = None
     verdict: str = ""
     """why the last slot was given up"""
+    checkpoints: tuple[str, ...] = ()
+    """those that the journal names, newest first"""
+    rewinds: int = 0
+    """how often the run has gone back to one of them"""
 
 
 Step = tuple[Roster, tuple[Effect, ...]]

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from pliant.core import dealing, rates, rounds
 from pliant.core.journal import (
+    CheckpointRecord,
     EndRecord,
     EraRecord,
     ExchangeRecord,
@@ -20,6 +21,7 @@ from pliant.core.journal import (
     PhaseRecord,
     PolicyRecord,
     Record,
+    RewindRecord,
     RoundRecord,
     RunRecord,
     TicketLine,
@@ -49,6 +51,8 @@ class Replay:
         """what survivors kept, of one contribution or the next, may be more than a batch"""
         self._departed = 0
         """rounds that may lack what somebody has gone with: the contribution in progress and the one dealt after it"""
+        self._resumed = False
+        """a state was read from a checkpoint, and no script is where it was yet"""
         self._lost = False
 
     def take(self, record: Record) -> list[str]:
@@ -66,7 +70,9 @@ class Replay:
                 problems = self._agree(record)
             case EraRecord():
                 problems = self._change(record)
-            case RunRecord() | EndRecord():
+            case RewindRecord():
+                problems = self._rewind(record)
+            case RunRecord() | CheckpointRecord() | EndRecord():
                 problems = []
         self._lost = self._lost or bool(problems)
         return problems
@@ -103,6 +109,15 @@ class Replay:
             self._lacking = self._regrouped = True
             if record.void != self._group.round:
                 return [f"{where}: round {record.void} is void, the decision code says {self._group.round}"]
+        return []
+
+    def _rewind(self, record: RewindRecord) -> list[str]:
+        """A worker has read the state that the records before this one lead to."""
+        group = self._group
+        if group is None or group.exchange == 0 or self._ended is not None:
+            return [f"the run goes back to checkpoint {record.name}, but there was no state to be written then"]
+        self._group = rounds.restored(group, WorkerId(record.worker), record.round)
+        self._resumed = True
         return []
 
     def _agree(self, record: PolicyRecord) -> list[str]:
@@ -200,6 +215,7 @@ class Replay:
                 problems += self._short(record, group)
             self._lacking, self._regrouped = Standing.LEAVING in self._group.standings, False
             self._departed = max(0, self._departed - 1)
+            self._resumed = self._resumed and record.batch == 0
         return [f"{where}: {text}" for text in problems]
 
     def _short(self, record: RoundRecord, group: Group) -> list[str]:
@@ -207,6 +223,8 @@ class Replay:
         lacking = group.policy.batch - record.batch
         # A crumb that a leaver has given back is left for the round after, at the end of an epoch too.
         crumb = group.phase.ledger.remaining - record.batch < dealing.LEAST
+        if self._resumed and record.batch == 0:
+            return []
         if self._lacking and (0 < lacking < dealing.LEAST or record.batch == 0 or crumb):
             return []
         if (self._regrouped and lacking < 0) or (self._departed and lacking > 0):

@@ -488,6 +488,12 @@ def switched(group: Group, era: int, roster: Sequence[WorkerId]) -> Group:
     return _dealt(group) if group.overlap and not before.overlap else group
 
 
+def restored(group: Group, worker: WorkerId, round_: int) -> Group:
+    """The state of a checkpoint, with ``worker`` alone to hold it: what was dealt is in the pool again."""
+    alone = regrouped(group, group.era, (worker,), (Entry(active=False),))
+    return replace(alone, standings=(Standing.ACTIVE,), round=max(group.round, round_))
+
+
 def regrouped(group: Group, era: int, roster: Sequence[WorkerId], entries: Sequence[Entry]) -> Group:
     """An unplanned era: what was in flight is lost, what was accumulated stays; the next round's number is void."""
     places = [group.roster.index(worker) if worker in group.roster else None for worker in roster]

@@ -17,9 +17,10 @@ import msgspec
 
 from pliant.control import messages
 from pliant.core import events, journal, members, roster, slots
+from pliant.core.journal import FROM_WORKERS
 from pliant.errors import JournalError
 from pliant.runtime import translation
-from pliant.runtime.journaling import FROM_WORKERS, JournalFile, Numbered
+from pliant.runtime.journaling import JournalFile, Numbered
 from pliant.runtime.status import Status, Tally
 from pliant.types import WorkerId
 
@@ -32,6 +33,12 @@ STATUS_EVERY_S = 0.2
 """How often launchers are told how the run is getting on."""
 
 EVENTS_KEPT = 1000
+
+CHECKPOINTS_KEPT = 3
+"""A damaged one is not the end."""
+
+COMPLAINS_EVERY_S = 10.0
+"""How often the user is told that the journal cannot be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,7 @@ class Journal(Protocol):
     """Where records are appended: a ``JournalFile``, or a list in a simulation."""
 
     def append(self, records: list[journal.Record]) -> None: ...
+    def history(self) -> list[journal.Record]: ...
     def close(self) -> None: ...
 
 
@@ -100,6 +108,11 @@ class Coordinator:
         self._unix_offset_s = started_unix_s - now_s
         self._tally = Tally(charter.job, term)
         self._lines = Numbered()
+        self._unwritten: list[journal.Record] = []
+        """the disk did not take them: full, or not there"""
+        self._complained_s = float("-inf")
+        self._saved: list[messages.Saved] = []
+        """complete, but what they are of is not on disk yet"""
         self._told = 0
         self._told_s = self._shown_s = now_s
         self._peers: dict[int, Peer] = {}
@@ -131,7 +144,8 @@ class Coordinator:
         return cls(charter, journal_file, clock, started_unix_s, term=term, records=records)
 
     def _resumed(self, records: Sequence[journal.Record], term: int, now_s: float) -> members.Roster:
-        self._tally.resume(records, now_s)
+        history = journal.effective(records)
+        self._tally.resume(history, now_s)
         self._lines = Numbered(sum(isinstance(record, FROM_WORKERS) for record in records))
         self._told = self._lines.written
         last = next((record for record in reversed(records) if isinstance(record, journal.EraRecord)), None)
@@ -141,6 +155,8 @@ class Coordinator:
         settled = max(self._tally.status.rounds, min(1, self._lines.written))
         rules, dead_after_s = self.charter.rules, self.charter.dead_after_s
         state = roster.resumed(rules, term, dead_after_s, now_s, era, names, settled)
+        rewinds = sum(isinstance(record, journal.RewindRecord) for record in records)
+        state = replace(state, checkpoints=_named(history), rewinds=rewinds)
         match records[-1]:
             case journal.EndRecord(reason=reason, completed=completed, exit_status=status):
                 # It died while it said goodbye.
@@ -159,6 +175,8 @@ class Coordinator:
         if effects or isinstance(event, events.Tick):
             self._describe()
         if isinstance(event, events.Tick):
+            self._flush(now_s)
+            self._name_checkpoints()
             self._tally.tick(now_s)
             self._tell(now_s)
 
@@ -248,7 +266,7 @@ class Coordinator:
 
     @property
     def current(self) -> Status:
-        """The run's status; the same object all the time."""
+        """The run's status; the same object until the run goes back to a checkpoint."""
         return self._tally.status
 
     @property
@@ -259,7 +277,7 @@ class Coordinator:
     @property
     def written(self) -> int:
         """How many records of workers are on disk."""
-        return self._lines.written
+        return self._on_disk
 
     @property
     def has_agents(self) -> bool:
@@ -291,6 +309,9 @@ class Coordinator:
                 self._record(worker, first, records, now_s)
             case messages.Plan(epochs=epochs, samples=samples):
                 self._tally.plan(epochs, samples)
+            case messages.Saved():
+                self._saved.append(message)
+                self._name_checkpoints()
             case messages.Hello():
                 pass
             case _:
@@ -313,7 +334,7 @@ class Coordinator:
                 return events.Failed(worker, translation.first_line(reason) or "no reason given", fatal)
             case messages.Finished(left=left):
                 return events.Finished(worker, left)
-            case messages.Hello() | messages.Put() | messages.Lines() | messages.Plan():
+            case messages.Hello() | messages.Put() | messages.Lines() | messages.Plan() | messages.Saved():
                 raise AssertionError("not an event of the roster")
             case _:
                 assert_never(message)
@@ -351,20 +372,64 @@ class Coordinator:
             # Lines leave a worker when everybody has settled an exchange: there is a state that a new start would lose.
             self._state = replace(self._state, settled=max(self._state.settled, 1))
         self._write(self._lines.taken(first, records))
+        self._name_checkpoints()
 
     def _write(self, records: list[journal.Record]) -> None:
         if self.current.ended is not None or not records:
             return
         now_s = self._clock()
+        self._unwritten += records
+        self._flush(now_s)
         for record in records:
+            if isinstance(record, journal.RewindRecord):
+                self._rewind(now_s)
+                continue
             self._tally.add(record, now_s)
             if isinstance(record, journal.RoundRecord) and record.delay is not None:
                 self._note(events.Note("delay", translation.verdict(record)), now_s)
+
+    def _flush(self, now_s: float) -> None:
+        """Hand to the disk what it has not taken yet. The workers keep their lines until it has."""
+        if not self._unwritten:
+            return
         try:
-            self._journal.append(records)
+            self._journal.append(self._unwritten)
         except OSError as error:
-            reason = f"cannot write the journal: {error.strerror}; a run without one proves nothing, so it ends"
-            self.handle(events.Hindered(reason), now_s)
+            if now_s - self._complained_s >= COMPLAINS_EVERY_S:
+                self._complained_s = now_s
+                text = f"cannot write the journal: {error.strerror}; training goes on, and it is tried again"
+                self._note(events.Note("journal", text), now_s)
+            return
+        if self._complained_s > float("-inf"):
+            self._complained_s = float("-inf")
+            self._note(events.Note("journal", "the journal is written again, and nothing is missing in it"), now_s)
+        self._unwritten = []
+
+    @property
+    def _on_disk(self) -> int:
+        """How many of the workers' records the disk has taken."""
+        return self._lines.written - sum(isinstance(record, FROM_WORKERS) for record in self._unwritten)
+
+    def _name_checkpoints(self) -> None:
+        """Checkpoints exist from here on, where the disk has everything that leads to them."""
+        due = [saved for saved in self._saved if saved.records <= self._on_disk]
+        known = self._state.checkpoints
+        for saved in due:
+            self._saved.remove(saved)
+            if saved.name not in known:
+                self._write([journal.CheckpointRecord(saved.name, saved.records, saved.round)])
+                known = (saved.name, *known)[:CHECKPOINTS_KEPT]
+        if due:
+            self._state = replace(self._state, checkpoints=known)
+            self._send(messages.Named(list(known)), [worker.name for worker, _ in members.members_of(self._state)])
+
+    def _rewind(self, now_s: float) -> None:
+        """The run has gone back: so do its figures."""
+        before = self._tally.status
+        self._tally = Tally(self.charter.job, self._state.term)
+        self._tally.plan(before.epochs, before.samples_planned)
+        self._tally.resume(journal.effective([*self._journal.history(), *self._unwritten]), now_s)
+        self._state = replace(self._state, checkpoints=_named(self._journal.history()))
 
     # effects
 
@@ -430,9 +495,11 @@ class Coordinator:
             worker=worker,
             term=self._state.term,
             dead_after_s=self._state.dead_after_s,
-            written=self._lines.written,
+            written=self._on_disk,
             running=running,
-            past=list(self._tally.past),
+            # Before the first era, or the first one after a loss of all, nothing is past for certain.
+            past=[] if isinstance(self._state.stage, members.Gathering) else list(self._tally.past),
+            rewinds=self._state.rewinds,
         )
 
     def _announce(self, effect: events.StartEra | events.PlanEra | events.BreakEra) -> None:
@@ -444,7 +511,21 @@ class Coordinator:
         addresses = translation.addressed(dict(effect.addresses))
         match effect:
             case events.StartEra(era=era, attempt=attempt, donor=donor, exchange=exchange):
-                message = messages.EraStart(term, era, attempt, names, donor, exchange, addresses, self._lines.written)
+                if effect.checkpoints:
+                    # What lost workers had still to say is void.
+                    self._lines, self._saved = Numbered(self._lines.written), []
+                message = messages.EraStart(
+                    term,
+                    era,
+                    attempt,
+                    names,
+                    donor,
+                    exchange,
+                    addresses,
+                    self._lines.written,
+                    list(effect.checkpoints),
+                    self._tally.status.round,
+                )
             case events.PlanEra(era=era, attempt=attempt, donor=donor):
                 message = messages.EraPlan(term, era, attempt, names, donor, addresses)
         self._invite(message, attempt, effect.roster, effect.to)
@@ -507,7 +588,7 @@ class Coordinator:
     # what is told now and then
 
     def _tell(self, now_s: float) -> None:
-        if self._lines.written > self._told and now_s - self._told_s >= WRITTEN_EVERY_S:
+        if self._on_disk > self._told and now_s - self._told_s >= WRITTEN_EVERY_S:
             self._acknowledge(now_s)
         if now_s - self._shown_s >= STATUS_EVERY_S and self.end is None:
             self._shown_s = now_s
@@ -517,7 +598,7 @@ class Coordinator:
 
     def _acknowledge(self, now_s: float) -> None:
         """Tell all members what is on disk."""
-        self._told, self._told_s = self._lines.written, now_s
+        self._told, self._told_s = self._on_disk, now_s
         names = [worker.name for worker, _ in members.members_of(self._state)]
         self._send(messages.Written(self._told), names)
 
@@ -533,3 +614,9 @@ class Coordinator:
             case _:
                 pass
         status.restarts = sum(slot.restarts for slot in self._state.slots)
+
+
+def _named(history: Sequence[journal.Record]) -> tuple[str, ...]:
+    """The checkpoints that exist, newest first."""
+    names = [record.name for record in reversed(history) if isinstance(record, journal.CheckpointRecord)]
+    return tuple(names[:CHECKPOINTS_KEPT])

@@ -114,6 +114,11 @@ class Eras:
         self._usual_s = 0.0
         self._last_s: float | None = None
 
+    @property
+    def rewinds(self) -> int:
+        """How often the run had gone back to a checkpoint when this worker came."""
+        return self.place.link.mailbox.welcome.rewinds
+
     # -- past calls, enlisting
 
     def past_call(self, index: int) -> Past | None:
@@ -169,8 +174,8 @@ class Eras:
 
     # -- handing on
 
-    def serve(self, training: Training, group: Group) -> None:
-        """Give newcomers what they asked for, as of now."""
+    def serve(self, training: Training, group: Group, restored: Mapping[str, Any] | None) -> None:
+        """Give newcomers what they asked for, as of now; ``restored``: the user's state that is yet to be installed."""
         standings = zip(group.roster, group.standings, strict=True)
         active = {worker for worker, standing in standings if standing is Standing.ACTIVE}
 
@@ -184,6 +189,8 @@ class Eras:
                 return {want[0]: self._left[1]}
             if takeover.STATE in want and not self.holds_all:
                 raise LookupError("it waits for the user's state itself")
+            if want == [takeover.STATE] and restored is not None:
+                return {takeover.STATE: restored}
             with training.plain():
                 return takeover.snapshot(training, self._carried, want)
 

@@ -8,22 +8,12 @@ Source    ours; docs/design/0003-journal.md, docs/design/0007-elastic.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from pliant.core import journal
 from pliant.errors import JournalError, UsageError
-
-FROM_WORKERS = (
-    journal.EraRecord,
-    journal.PolicyRecord,
-    journal.PhaseRecord,
-    journal.RoundRecord,
-    journal.ExchangeRecord,
-    journal.PhaseEndRecord,
-)
-"""Runs and ends are the coordinator's own to write."""
 
 
 class JournalFile:
@@ -36,7 +26,8 @@ class JournalFile:
             raise UsageError(
                 f"{path} already holds the journal of a run; give another --dir, or move that run away"
             ) from error
-        self._chain = 0
+        self._path = path
+        self._chain = self._size = 0
 
     @classmethod
     def reopened(cls, path: Path, *, ended: bool = False) -> tuple[JournalFile, list[journal.Record]]:
@@ -56,6 +47,7 @@ class JournalFile:
         if isinstance(records[-1], journal.EndRecord) and not ended:
             raise UsageError(f"the run in {path.parent} is over; start a new one")
         reopened = cls.__new__(cls)
+        reopened._path, reopened._size = path, len(whole)
         reopened._file = path.open("r+b", buffering=0)
         reopened._file.truncate(len(whole))
         reopened._file.seek(len(whole))
@@ -64,17 +56,41 @@ class JournalFile:
         return reopened, records
 
     def append(self, records: list[journal.Record]) -> None:
-        """Hand whole lines to the system."""
+        """Hand whole lines to the system: all of them, or none where it cannot take them (``OSError``)."""
         lines: list[bytes] = []
+        chain = self._chain
         for record in records:
-            text, self._chain = journal.line(journal.encode(record), self._chain)
+            text, chain = journal.line(journal.encode(record), chain)
             lines.append(text)
+        content = b"".join(lines)
         # Unbuffered: what could not be written now must not turn up behind what comes later.
-        self._file.write(b"".join(lines))
+        left = memoryview(content)
+        try:
+            while left:
+                left = left[self._file.write(left) or 0 :]
+        except OSError:
+            # A torn line would make the next coordinator forget what comes after it.
+            self._file.truncate(self._size)
+            self._file.seek(self._size)
+            raise
+        self._chain, self._size = chain, self._size + len(content)
+
+    def history(self) -> list[journal.Record]:
+        """What was written so far, without what a rewind has gone back behind."""
+        return journal.effective(journal.read(self._path.read_bytes()[: self._size].splitlines(keepends=True)))
 
     def close(self) -> None:
         """Nothing can be appended any more."""
         self._file.close()
+
+
+def history(path: Path) -> Iterator[journal.Record]:
+    """The records of a journal that count, one after another; all at once only where the run has gone back."""
+    with path.open("rb") as lines:
+        rewound = any(b'"kind":"rewind"' in line for line in lines)
+        lines.seek(0)
+        records = journal.read(lines)
+        yield from journal.effective(records) if rewound else records
 
 
 class Numbered:

@@ -8,10 +8,12 @@ Holds     The same object whether there is a job or not. Before the first exchan
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,14 +33,18 @@ from pliant.errors import Left, PliantError, RunEnded, Stopped
 from pliant.runtime.environment import Job, current_job
 from pliant.runtime.eras import Eras
 from pliant.runtime.place import Forming, Place
+from pliant.runtime.saving import Saving
 from pliant.runtime.takeover import install_state, stated
 from pliant.runtime.update import Training
 from pliant.runtime.witness import Nobody, Reporter
 from pliant.runtime.worker import Worker
-from pliant.tensors import cuda, handoff
+from pliant.tensors import checkpoint, cuda, handoff
 from pliant.tensors import group as groups
 from pliant.tensors import state as states
 from pliant.types import WorkerId
+
+_ALONE = "alone"
+"""stands for the job of a script that runs without one"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,16 @@ class Offer:
     """objects with ``state_dict`` and plain values that everybody takes over from the leader"""
     prepared: Callable[[bool], Training]
     """the model made ready, for a group or for a run alone"""
+    checkpoint: str | None = None
+    """where checkpoints go"""
+    checkpoint_every_s: float = math.inf
+
+    def saving(self, job: str) -> Saving | None:
+        """The checkpoints of this run, if it is to have any."""
+        if self.checkpoint is None:
+            return None
+        store = checkpoint.Store(self.checkpoint, job)
+        return Saving(store, job, version("pliant"), self.checkpoint_every_s, time.monotonic)
 
 
 class Membership:
@@ -93,7 +109,9 @@ class Membership:
             self.worker.close()
             raise
         self.worker.close()
-        if self.link is not None:
+        if self.link is None:
+            self.worker.finished()
+        else:
             self.link.finish(left=False)
             if self.link.mailbox.evicted is not None:
                 # Nobody knows of this end, and the others begin anew: a second one may come.
@@ -134,10 +152,15 @@ def _depart(link: Link, error: BaseException) -> None:
 
 
 def alone(offer: Offer) -> Membership:
-    """A group of one: no coordinator, no journal."""
+    """A group of one: no coordinator, no journal. It goes on from its last checkpoint, if there is one."""
     me = WorkerId("w0")
     group = rounds.founded(offer.policy, era=1, roster=(me,))
-    return Membership(Worker(me, group, groups.Alone(), offer.prepared(False), Nobody()), None, offer.carried)
+    saving = offer.saving(_ALONE)
+    worker = Worker(me, group, groups.Alone(), offer.prepared(False), Nobody(), saving=saving, carried=offer.carried)
+    names = saving.begun() if saving is not None else []
+    if names:
+        worker.restore(names)
+    return Membership(worker, None, offer.carried)
 
 
 def enrolled(offer: Offer) -> Membership:
@@ -198,7 +221,17 @@ def _entered(job: Job, link: Link, offer: Offer) -> Membership:
     newcomer = rounds.founded(offer.policy, 0, (WorkerId(link.worker),))
     newcomer = replace(newcomer, standings=(Standing.FOLLOWING,))
     training = offer.prepared(True)
-    worker = Worker(WorkerId(link.worker), newcomer, groups.Alone(), training, witness, eras=eras, pace=job.pace)
+    worker = Worker(
+        WorkerId(link.worker),
+        newcomer,
+        groups.Alone(),
+        training,
+        witness,
+        eras=eras,
+        saving=offer.saving(link.mailbox.welcome.job),
+        carried=offer.carried,
+        pace=job.pace,
+    )
     _leave_on_sigterm(worker)
     if not link.mailbox.welcome.running:
         worker.found()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from pliant.control.client import Position
@@ -48,6 +48,7 @@ class Link(Protocol):
     def worker(self) -> str: ...
     def ready(self, signature: Signature, address: str, call: Call | None) -> None: ...
     def leaving(self, reason: str) -> None: ...
+    def saved(self, name: str, records: int, round_: int) -> None: ...
     def stopped(self, era: int, exchange: int, *, active: bool, failed: str = "") -> None: ...
     def entered(self, era: int, exchange: int) -> None: ...
     def plan(self, epochs: int | None, samples: int | None) -> None: ...
@@ -86,6 +87,10 @@ class Seat:
     """unplanned: what the donor has settled"""
     records: int = 0
     """where that is nothing: journal records there are all the same, of an era that came to nothing"""
+    checkpoints: tuple[str, ...] = ()
+    """nobody holds the state: the donor reads the first of these that is whole"""
+    round: int = 0
+    """with these: the last one whose number was used"""
 
 
 Form = Callable[[int, int, int], Forming]
@@ -261,9 +266,11 @@ class Place:
                     self.stop(start.era, at.exchange, active=at.active, failed="the group could not be formed")
                 continue
             roster = tuple(WorkerId(name) for name in start.roster)
-            exchange, records = (start.exchange, start.records) if isinstance(start, EraStart) else (-1, 0)
             donor = start.roster.index(start.donor)
-            return Seat(channel, start.era, roster, donor, start.addresses, exchange, records)
+            if isinstance(start, EraPlan):
+                return Seat(channel, start.era, roster, donor, start.addresses, -1)
+            seat = Seat(channel, start.era, roster, donor, start.addresses, start.exchange, start.records)
+            return replace(seat, checkpoints=tuple(start.checkpoints), round=start.round)
 
     def _begun(self, start: EraStart | EraPlan) -> Forming | None:
         """The group of those who are left, if that is who the era is for."""

@@ -15,6 +15,7 @@ import msgspec
 
 from pliant.control.messages import Past
 from pliant.core.journal import (
+    CheckpointRecord,
     EndRecord,
     EraRecord,
     ExchangeRecord,
@@ -22,6 +23,7 @@ from pliant.core.journal import (
     PhaseRecord,
     PolicyRecord,
     Record,
+    RewindRecord,
     RoundRecord,
     RunRecord,
     TicketLine,
@@ -128,7 +130,7 @@ class Tally:
         """Take in one journal record."""
         status = self.status
         match record:
-            case RunRecord() | PolicyRecord():
+            case RunRecord() | PolicyRecord() | CheckpointRecord() | RewindRecord():
                 pass
             case EraRecord(era=era, roster=roster):
                 status.era, status.eras, self._roster = max(status.era, era), status.eras + 1, roster

@@ -122,18 +122,8 @@ class Takeover:
         """(donor, era): everything was asked for, as of that era's start"""
         self._missing: list[str] = []
         if tensors:
-            self._missing = self._everything()
+            self._missing = everything(training)
             training.held = 0
-
-    def _everything(self) -> list[str]:
-        """The names of all there is to take over, in the order in which it is asked for.
-
-        Buffers that are merged are small and come with the first part; large ones hardly ever change.
-        """
-        training = self._training
-        unmerged = [i for i in range(len(training.buffers)) if not training.buffers.is_live(i)]
-        names = [f"c{i}" for i in range(len(training.constants()))] + [f"b{i}" for i in unmerged]
-        return [META, *names, *(f"p{i}" for i in range(len(training.parameters)))]
 
     def _bytes(self, name: str) -> int:
         if name == META:
@@ -173,7 +163,7 @@ class Takeover:
             self._missing = [*self._asked.want, *self._missing]
             self._asked = None
         if not keep:
-            self._missing = self._everything()
+            self._missing = everything(self._training)
             self._training.held = 0
 
     def _drop_recipient(self) -> None:
@@ -320,6 +310,18 @@ class Takeover:
 # -- both ends
 
 
+def everything(training: Training, live: int | None = None) -> list[str]:
+    """The names of all there is to take over but the user's state, in the order in which it is asked for.
+
+    Buffers that are merged (``live``, if not those of ``training``) are small and come with the first part; large ones
+    hardly ever change.
+    """
+    merged = training.buffers.live if live is None else live
+    unmerged = [index for index in range(len(training.buffers)) if not merged >> index & 1]
+    names = [f"c{i}" for i in range(len(training.constants()))] + [f"b{i}" for i in unmerged]
+    return [META, *names, *(f"p{i}" for i in range(len(training.parameters)))]
+
+
 @torch.no_grad()
 def snapshot(training: Training, carried: Mapping[str, Any], want: Sequence[str]) -> dict[str, Any]:
     """What a follower asks for, as of now: copies, except of what never changes.
@@ -392,6 +394,21 @@ def install_meta(training: Training, carried: Mapping[str, Any], meta: Mapping[s
         # Ended here since; the schedule that was just loaded does not know of it.
         training.end_epoch(epoch)
     training.take_scale(meta["scale"])
+
+
+@torch.no_grad()
+def install(training: Training, carried: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """Take over everything but the user's state."""
+    install_meta(training, carried, parts[META], merged=False)
+    training.buffers.adopt({int(name[1:]): parts[name] for name in parts if _is(name, "b")}, merged=False)
+    for index, constant in enumerate(training.constants()):
+        constant.copy_(parts[f"c{index}"])
+    for index in range(len(training.parameters)):
+        install_parameter(training, index, parts[f"p{index}"])
+
+
+def _is(name: str, kind: str) -> bool:
+    return name[0] == kind and name[1:].isdecimal()
 
 
 @torch.no_grad()

@@ -34,14 +34,19 @@ class Witness(Protocol):
 
     def confirmed(self) -> None: ...
 
+    def rewound(self, name: str, records: int, worker: str, round_: int) -> None: ...
+
     @property
     def records(self) -> int: ...
+
+    @property
+    def certain(self) -> int: ...
 
 
 class Nobody:
     """The witness of a script that runs alone."""
 
-    records = 0
+    records = certain = 0
 
     def opened(self, group: Group, openings: list[Ticket]) -> None: ...
 
@@ -54,6 +59,8 @@ class Nobody:
     def moved(self, link: Lines) -> None: ...
 
     def confirmed(self) -> None: ...
+
+    def rewound(self, name: str, records: int, worker: str, round_: int) -> None: ...
 
 
 class Lines(Protocol):
@@ -103,6 +110,15 @@ class Reporter:
         if self._held:
             self._link.keep(self._held, self.records - len(self._held))
             self._held = []
+
+    @property
+    def certain(self) -> int:
+        """How many of them are of exchanges that all members have settled."""
+        return self.records - len(self._held)
+
+    def rewound(self, name: str, records: int, worker: str, round_: int) -> None:
+        """``worker`` has read the state as of so many records: the run goes on from there."""
+        self._write(journal.RewindRecord(name, records, worker, round_))
 
     def era(self, group: Group, entries: Sequence[Entry] | None, *, sends: bool) -> None:
         """A roster takes effect; ``sends``: this worker tells the journal from now on."""

@@ -20,7 +20,7 @@ import functools
 import math
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -35,9 +35,12 @@ from pliant.runtime import eras as changes
 from pliant.runtime.contribution import Contribution
 from pliant.runtime.eras import Eras, Handed
 from pliant.runtime.place import EraBroken, Evicted, Seat
+from pliant.runtime.saving import KEPT, Saving
 from pliant.runtime.script import Opening, Script
+from pliant.runtime.takeover import install_state
 from pliant.runtime.update import Training
 from pliant.runtime.witness import Witness
+from pliant.tensors.checkpoint import Manifest
 from pliant.tensors.gradients import Buffer
 from pliant.types import WorkerId
 
@@ -82,6 +85,8 @@ class Worker:
         *,
         eras: Eras | None = None,
         check: Callable[[], None] | None = None,
+        saving: Saving | None = None,
+        carried: Mapping[str, Any] | None = None,
         pace: float = 1.0,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
@@ -93,6 +98,11 @@ class Worker:
         self._witness = witness
         self._eras = eras
         self._check = check
+        self._saving = saving
+        self._carried: Mapping[str, Any] = carried or {"state": {}}
+        """what the script has given besides model and optimizer"""
+        self._restored: Mapping[str, Any] | None = None
+        """the user's state of a checkpoint, until the script is where it was"""
         self._clock = clock
         self._sleep = sleep
         self._slowdown = 1.0 / pace - 1.0
@@ -516,9 +526,9 @@ class Worker:
 
     def _readiness(self) -> Flag:
         """Whether this worker can compute from the coming exchange on, where it could not before."""
-        if self._eras is None or self._leaving or not self._script.is_at(self.group):
+        if self._leaving or not self._script.is_at(self.group):
             return Flag.NONE
-        if self.standing is Standing.FOLLOWING:
+        if self._eras is not None and self.standing is Standing.FOLLOWING:
             if not self._eras.complete:
                 return Flag.NONE
             self._eras.ask_users_state(self.group.exchange + (2 if self._flight else 1))
@@ -866,7 +876,12 @@ class Worker:
 
         ``ended``: as it was at the end of the call that the script is in. Others may have run the code after it.
         """
-        if self._eras is None or self.standing is not Standing.ACTIVE:
+        if self.standing is not Standing.ACTIVE:
+            return
+        if self._restored is not None:
+            restored, self._restored = self._restored, None
+            install_state(self._carried["state"], restored)
+        if self._eras is None:
             return
         left = self._script.position if ended else None
         while not self._eras.users_state_arrived(self.group.exchange, left):
@@ -903,10 +918,60 @@ class Worker:
         return bool(last.over)
 
     def _rest(self) -> None:
-        """The script's code for the last update has run: newcomers may copy the state."""
+        """The script's code for the last update has run: newcomers may copy the state, and so may a checkpoint."""
         eras = self._eras
         if eras is not None and eras.wanted and self.standing is not Standing.FOLLOWING:
-            eras.serve(self.training, self.group)
+            eras.serve(self.training, self.group, self._restored)
+        if self._saving is not None:
+            self._save(self._saving)
+
+    # -- checkpoints
+
+    def _save(self, saving: Saving) -> None:
+        """Copy the state for a checkpoint if one is due and this is who writes it; tell of one that is complete."""
+        link = self._eras.place.link if self._eras is not None else None
+
+        def tell(manifest: Manifest) -> None:
+            if link is not None:
+                link.saved(manifest.name, manifest.records, manifest.round)
+            else:
+                saving.tidy([name for name in reversed(saving.names()) if name <= manifest.name][:KEPT])
+
+        saving.look(self._witness.certain, tell)
+        if link is not None:
+            saving.tidy(link.mailbox.named)
+        if saving.is_due and self._writes():
+            with self.training.plain():
+                saving.save(self.training, self._carried, self._handed())
+
+    def _writes(self) -> bool:
+        """Whether this worker writes the checkpoints, and its script is where another one can get by itself."""
+        first = next((m for m, standing in enumerate(self.group.standings) if standing is Standing.ACTIVE), None)
+        whole = self._restored is None and (self._eras is None or self._eras.holds_all)
+        return whole and first == self._member and len(self.group.open) == 1 and self._script.is_at(self.group)
+
+    def finished(self) -> None:
+        """Alone: the script has come to its end, and the next one begins anew."""
+        if self._saving is not None:
+            self._saving.end()
+
+    def restore(self, names: Sequence[str]) -> None:
+        """Alone: go on from the first of these checkpoints that is whole."""
+        self._restore(names, 0)
+
+    def _restore(self, names: Sequence[str], last_round: int) -> Manifest:
+        """Hold the state of a checkpoint, alone."""
+        if self._saving is None:
+            raise UsageError("the run goes on from a checkpoint, but this script calls join without checkpoint=…")
+        found = self._saving.restored(names, self.training, self._carried, self.group)
+        limit = self.group.samples_limit
+        self.group = replace(rounds.restored(found.handed.group, self.me, last_round), samples_limit=limit)
+        self._restored = found.users_state
+        self._undrained = found.handed.undrained
+        now = self._clock()
+        self._flight, self._contribution = None, Contribution(now)
+        self._suspended = [(Contribution(now), None, now) for _ in self.group.open]
+        return found.manifest
 
     def _progress(self, *, waiting: bool = False) -> None:
         if self._eras is not None:
@@ -1047,6 +1112,10 @@ class Worker:
             return
         donor = seat.roster[seat.donor] == self.me
         entries = None
+        if donor and seat.checkpoints:
+            manifest = self._restore(seat.checkpoints, seat.round)
+            self._witness.joined(seat.records)
+            self._witness.rewound(manifest.name, manifest.records, self.me, self.group.round)
         if donor:
             handed = self._handed()
             self._started(lambda: seat.channel.tell(changes.encoded(handed), seat.donor))
@@ -1110,6 +1179,9 @@ class Worker:
         """
         now = self._clock()
         self._flight, self._contribution = None, Contribution(now)
+        self._restored = None
+        if self._saving is not None:
+            self._saving.forget()
         self._script.begins_anew()
         self._suspended = [(Contribution(now), None, now) for _ in range(depth)]
         self.training.back()
@@ -1129,7 +1201,10 @@ class Worker:
         self._lose_flights()
         self._channel.leave()
         self._beyond = self._beyond or self._script.calls > 0 or self._script.depth > 1 or self.group.round > 0
+        rewinds = eras.rewinds
         eras.returned()
+        if self._beyond and eras.rewinds != rewinds:
+            raise RunEnded("the run has gone back to a checkpoint, and this script is past it")
         self.me = eras.place.me
         self._witness.moved(eras.place.link)
         now = self._clock()

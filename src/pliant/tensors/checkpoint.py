@@ -31,7 +31,7 @@ from pliant.tensors import memory
 from pliant.tensors.state import Described, blank_tensors, described, flattened, rebuilt, size_of
 
 VERSION = 1
-MANIFEST, TENSORS = "manifest.json", "state.safetensors"
+MANIFEST, TENSORS, FINISHED = "manifest.json", "state.safetensors", "finished"
 
 MANIFEST_BYTES = 256 << 20
 """A manifest holds the nesting of the state and the group's ledger; a larger one is none."""
@@ -99,6 +99,20 @@ class Store:
         except Exception as error:
             # Every file system of fsspec has errors of its own.
             raise CheckpointError(f"cannot look for checkpoints in {self.address}: {error}") from error
+
+    @property
+    def finished(self) -> bool:
+        """Whether a run without a journal came to its end here."""
+        return bool(self._system.exists(f"{self._root}/{FINISHED}"))
+
+    def mark(self, *, finished: bool) -> None:
+        """Note that it has, or that the next one begins."""
+        path = f"{self._root}/{FINISHED}"
+        if finished:
+            self._system.makedirs(self._root, exist_ok=True)
+            self._system.touch(path)
+        elif self.finished:
+            self._system.rm(path)
 
     def write(self, manifest: Manifest, state: Any) -> Manifest:
         """Write the state; the manifest as it was written."""

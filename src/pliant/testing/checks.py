@@ -47,6 +47,8 @@ class Checker:
         """worker → (era, exchange) of who holds the whole state"""
         self.lost = False
         """at some time nobody who held the state could do anything with it"""
+        self.checkpoints = 0
+        """that the journal names"""
         self._reference, self._buffers = reference, buffers
         self._last: dict[str, tuple[int, int, int]] = {}
         self._states: dict[tuple[int, int], tuple[str, Group]] = {}
@@ -143,6 +145,10 @@ class Checker:
                 ours = [(t.samples, t.weight, t.loss_sum, int(t.flags)) for t in tickets or ()]
                 theirs = [(t.samples, t.weight, t.loss_sum, t.flags) for t in record.tickets]
                 self.require(ours == theirs, f"round {number} of era {era} is journaled with other tickets")
+            case journal.CheckpointRecord():
+                self.checkpoints += 1
+            case journal.RewindRecord(round=number):
+                self._round = max(self._round, number)
             case _:
                 pass
 
@@ -172,7 +178,7 @@ class Checker:
         training = VirtualTraining(reference=self._reference, buffers=0, start=self.start)
         epochs: dict[int, int] = {}
         scheduled = 0.0
-        for record in self._records:
+        for record in journal.effective(self._records):
             if isinstance(record, journal.PhaseRecord):
                 epochs[record.phase] = record.epoch
             elif isinstance(record, journal.RoundRecord):

@@ -45,6 +45,7 @@ class Number:
     __slots__ = ("__weakref__", "grad", "value")
     nbytes = 8
     shape = ()
+    dtype = "number"
 
     def __init__(self, value: int) -> None:
         self.value = value

@@ -28,6 +28,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "coordinator": ("crash", "crash", "kill", "doze"),
     "handoffs": ("join", "kill", "leave"),
     "lost": ("kill",),
+    "rewinds": ("kill", "pause", "join", "leave", "crash", "cut", "drain"),
     "everything": (
         "kill", "kill", "pause", "hang", "slow", "leave", "drain", "join", "join", "scale", "cut", "cut_agent", "block",
         "isolate", "crash", "doze",
@@ -81,6 +82,8 @@ def drawn(name: str, seed: int) -> Scene:
     if name == "lost":
         faults = tuple(Fault("kill", at_s=chance.uniform(0.2, 0.5), whom=index) for index in range(5))
         return replace(scene, faults=faults, may_fail=True)
+    if name == "rewinds":
+        return _rewinds(chance, scene)
     count = chance.choice((1, 1, 2, 2, 3, 4)) if kinds else 0
     faults = tuple(_fault(chance, chance.choice(kinds), scene) for _ in range(count))
     if name == "handoffs":
@@ -89,6 +92,22 @@ def drawn(name: str, seed: int) -> Scene:
         fault.what in ("kill", "leave", "drain", "pause", "hang", "isolate", "block", "scale") for fault in faults
     )
     return replace(scene, faults=faults, may_fail=may_fail)
+
+
+def _rewinds(chance: random.Random, scene: Scene) -> Scene:
+    """Everybody is lost at once, now and then twice, beside other faults. There are checkpoints, some damaged."""
+    faults: list[Fault] = []
+    for _ in range(chance.choice((1, 1, 2))):
+        at_s = chance.uniform(0.3, 1.2)
+        faults += [Fault("kill", at_s=at_s + chance.uniform(0.0, 0.01), whom=index) for index in range(6)]
+    faults += [_fault(chance, chance.choice(NAMES["rewinds"]), scene) for _ in range(chance.choice((0, 0, 1, 2)))]
+    return replace(
+        scene,
+        faults=tuple(faults),
+        may_fail=True,
+        checkpoint_every_s=chance.choice((0.02, 0.05, 0.1, 0.3)),
+        damaged=chance.choice((0.0, 0.0, 0.2)),
+    )
 
 
 def _fault(chance: random.Random, what: str, scene: Scene) -> Fault:

@@ -25,11 +25,13 @@ from pliant.runtime.coordinator import Charter
 from pliant.runtime.eras import Eras
 from pliant.runtime.membership import Membership
 from pliant.runtime.place import Place
+from pliant.runtime.saving import Saving
 from pliant.runtime.script import Opening
 from pliant.runtime.worker import Worker
 from pliant.tensors import group as groups
 from pliant.testing.checks import Checker, Observer, Violation
 from pliant.testing.collective import Meetings, VirtualForming
+from pliant.testing.disk import VirtualDisk, VirtualTask
 from pliant.testing.giving import Streams, VirtualDonor, VirtualRecipient
 from pliant.testing.hosts import Host, Launcher
 from pliant.testing.line import VirtualLink, connected
@@ -70,6 +72,9 @@ class Scene:
     sum_s: float = 0.004
     stream_s: float = 0.01
     stream_breaks: float = 0.0
+    checkpoint_every_s: float | None = None
+    damaged: float = 0.0
+    """how likely a checkpoint is damaged"""
     limit_s: float = 60.0
     may_fail: bool = False
     """the run may end without having completed: everybody was lost or left"""
@@ -104,6 +109,7 @@ class Simulation:
         self.meetings = Meetings(world, scene.sum_s)
         self.streams = Streams(world, scene.stream_s)
         self.streams.breaks = scene.stream_breaks
+        self.disk = VirtualDisk(world, scene.damaged)
         charter = Charter("sim", "script.py", _VERSION, scene.workers, scene.dead_after_s, grace_s=1.0)
         self.host = Host(world, self.network, charter)
         self.host.appended = lambda coordinator: self.checker.journaled(self.host.disk.content)
@@ -201,7 +207,9 @@ class Simulation:
             self.checker.conclude(completed=end.completed)
             # A coordinator that dies while everybody says goodbye leaves nobody who knows that all went well.
             forgotten = self.checker.over and self.host.restarts > 0
-            if not end.completed and not (self.scene.may_fail and self.checker.lost) and not forgotten:
+            # From a checkpoint it goes on, whoever was lost; only those who left of their own accord do not come back.
+            mended = self.checker.checkpoints and "nobody is left who holds" in end.reason
+            if not end.completed and (mended or not (self.scene.may_fail and self.checker.lost)) and not forgotten:
                 raise Violation(f"the run ended: {end.reason}")
         except BaseException as failure:
             if isinstance(failure, KeyboardInterrupt):
@@ -356,6 +364,8 @@ class Script:
             self.training,
             witness,
             eras=eras,
+            saving=self._saving(),
+            carried={name: value for name, value in carried.items() if name != "journal"},
             clock=process.world.clock,
             sleep=process.idle,
         )
@@ -367,6 +377,13 @@ class Script:
             membership._depart(link, error)
             raise
         return Membership(worker, None, carried, eras)
+
+    def _saving(self) -> Saving | None:
+        every_s, process = self.scene.checkpoint_every_s, self.process
+        if every_s is None:
+            return None
+        clock = process.world.clock
+        return Saving(self.simulation.disk, "sim", _VERSION, every_s, clock, lambda work: VirtualTask(process, work))
 
     def _concluded(self) -> None:
         # Who breaks, or leaves, does not see every update.

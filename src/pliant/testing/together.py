@@ -63,7 +63,7 @@ class _Recorder:
         self._record = record
         self._failed = failed
 
-    records = 0
+    records = certain = 0
 
     def check(self) -> None:
         if self._failed.is_set():
@@ -76,6 +76,8 @@ class _Recorder:
     def moved(self, link: Any) -> None: ...
 
     def confirmed(self) -> None: ...
+
+    def rewound(self, name: str, records: int, worker: str, round_: int) -> None: ...
 
     def opened(self, group: Group, openings: list[Ticket]) -> None: ...
 

@@ -1,0 +1,222 @@
+"""Checkpoints: when one is written, when it counts, and how a run goes on from it.
+
+Question  Which moment of a run can be gone back to, and who may say that a checkpoint of it exists?
+Holds     One worker copies its state while the script is between two micro-batches and writes it in the background; at
+          most one copy is there at a time. The others have settled what it is of before anybody is told, so that it can
+          never be of a round that is void. What cannot be written or read is said, and tried again.
+Source    docs/design/0014-checkpoints.md.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from pliant.core.rounds import Group
+from pliant.errors import CheckpointError
+from pliant.runtime import takeover
+from pliant.runtime.eras import Handed
+from pliant.runtime.update import Training
+from pliant.tensors.checkpoint import Manifest
+
+KEPT = 3
+"""A damaged one is not the end."""
+
+_AGAIN = 0.2
+"""After a failure the next one is tried after this part of the usual time."""
+
+
+class Store(Protocol):
+    """Where checkpoints are (``tensors.checkpoint.Store``)."""
+
+    def names(self) -> list[str]: ...
+    def write(self, manifest: Manifest, state: Any) -> Manifest: ...
+    def read(self, name: str) -> tuple[Manifest, Any]: ...
+    def remove(self, name: str) -> None: ...
+    @property
+    def finished(self) -> bool: ...
+    def mark(self, *, finished: bool) -> None: ...
+
+
+class Task(Protocol):
+    """Work in the background."""
+
+    over: bool
+    failed: str | None
+
+
+class Thread:
+    """A task in a thread of its own."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.over = False
+        self.failed: str | None = None
+        self._work = work
+        threading.Thread(target=self._run, name="pliant-checkpoint", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self.failed = str(error)
+        self.over = True
+
+
+class Saving:
+    """This worker's checkpoints: those it writes, and the one it begins with."""
+
+    def __init__(
+        self,
+        store: Store,
+        job: str,
+        library: str,
+        every_s: float,
+        clock: Callable[[], float],
+        begin: Callable[[Callable[[], object]], Task] = Thread,
+    ) -> None:
+        self._store = store
+        self._job = job
+        self._library = library
+        self._every_s = every_s
+        self._clock = clock
+        self._begin = begin
+        self._due_s = clock() + every_s
+        self._writing: tuple[Manifest, Task] | None = None
+        self._written: Manifest | None = None
+        """complete, but perhaps of a round that only this worker has applied"""
+        self._tidying: Task | None = None
+        self._tidied: list[str] = []
+
+    def names(self) -> list[str]:
+        """All that are there, oldest first."""
+        return self._store.names()
+
+    # -- a run without a journal
+
+    def begun(self) -> list[str]:
+        """What there is to go on from, newest first; what a run left that came to its end is removed."""
+        names = self._store.names()
+        if self._store.finished:
+            for name in names:
+                self._store.remove(name)
+            self._store.mark(finished=False)
+            return []
+        return names[::-1]
+
+    def end(self) -> None:
+        """The script has come to its end: nobody is to go on from what was written."""
+        self._store.mark(finished=True)
+
+    # -- writing
+
+    @property
+    def is_due(self) -> bool:
+        return self._writing is None and self._clock() >= self._due_s
+
+    def save(self, training: Training, carried: Mapping[str, Any], handed: Handed) -> None:
+        """Copy the state as of now, and write it in the background. The model shows the plain weights."""
+        group = handed.group
+        name = f"{handed.records:010d}-{group.exchange:010d}-{group.era}"
+        encoded = msgspec.json.encode(handed).decode()
+        manifest = Manifest(self._job, name, self._library, handed.records, group.round, group.samples, encoded)
+        want = [*takeover.everything(training), *([takeover.STATE] if carried["state"] else [])]
+        own = {key: value for key, value in carried.items() if key != "journal"}
+        state = takeover.snapshot(training, own, want)
+        self._due_s = self._clock() + self._every_s
+        self._written = None
+        self._writing = manifest, self._begin(lambda: self._store.write(manifest, state))
+
+    def look(self, certain: int, tell: Callable[[Manifest], None]) -> None:
+        """Between micro-batches: ``tell`` of a checkpoint once it is written and the others are as far.
+
+        ``certain``: so many journal records are of exchanges that everybody has settled.
+        """
+        if self._writing is not None and self._writing[1].over:
+            (manifest, task), self._writing = self._writing, None
+            if task.failed is not None:
+                self._due_s = min(self._due_s, self._clock() + _AGAIN * self._every_s)
+                _say(f"{task.failed}; training goes on, and it is tried again")
+            else:
+                self._written = manifest
+        if self._written is not None and certain >= self._written.records:
+            manifest, self._written = self._written, None
+            tell(manifest)
+
+    def forget(self) -> None:
+        """This worker does not hold the state any more: what it has written may be of a round that is void."""
+        self._written = None
+        if self._writing is not None:
+            self._writing = None
+
+    def tidy(self, named: Sequence[str]) -> None:
+        """Remove what is older than the newest of those that exist, and not one of them."""
+        if not named or named == self._tidied or (self._tidying is not None and not self._tidying.over):
+            return
+        self._tidied = list(named)
+
+        def remove() -> None:
+            for name in self._store.names():
+                if name < named[0] and name not in named:
+                    self._store.remove(name)
+
+        self._tidying = self._begin(remove)
+
+    # -- going on from one
+
+    def restored(self, names: Sequence[str], training: Training, carried: Mapping[str, Any], group: Group) -> Restored:
+        """Read the first of ``names`` that is whole, and take its state over; ``group``: what the script asks for."""
+        problems: list[str] = []
+        for name in names:
+            try:
+                manifest, state = self._store.read(name)
+                handed = _handed(manifest)
+                _compare(manifest, handed, state, training, group)
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            for problem in problems:
+                _say(f"{problem}; going on from the one before it")
+            takeover.install(training, carried, state)
+            return Restored(manifest, handed, state.get(takeover.STATE))
+        raise CheckpointError("; ".join(problems) or "there is no checkpoint to go on from")
+
+
+class Restored:
+    """What a checkpoint held besides the tensors, which are installed."""
+
+    def __init__(self, manifest: Manifest, handed: Handed, users_state: Mapping[str, Any] | None) -> None:
+        self.manifest = manifest
+        self.handed = handed
+        self.users_state = users_state
+        """to be installed when the script is where it was"""
+
+
+def _handed(manifest: Manifest) -> Handed:
+    try:
+        return msgspec.json.decode(manifest.group, type=Handed)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {manifest.name} is of another version of Pliant: {error}") from None
+
+
+def _compare(manifest: Manifest, handed: Handed, state: Any, training: Training, group: Group) -> None:
+    """Raise where the checkpoint is not one of this script."""
+    if handed.group.policy != group.policy:
+        raise CheckpointError(
+            f"checkpoint {manifest.name} is of a run with other settings of join ({handed.group.policy}); "
+            "use those, or another directory for this run"
+        )
+    wanted = set(takeover.everything(training, live=handed.live))
+    if not isinstance(state, dict) or wanted != set(state) - {takeover.STATE}:
+        raise CheckpointError(f"checkpoint {manifest.name} is of another model: it has other parameters or buffers")
+    for index, p in enumerate(training.parameters):
+        value = state[f"p{index}"]["value"]
+        if value.shape != p.shape or value.dtype != p.dtype:
+            raise CheckpointError(f"checkpoint {manifest.name} is of another model: parameter {index} differs from it")
+
+
+def _say(text: str) -> None:
+    print(f"pliant: {text}", file=sys.stderr, flush=True)
