@@ -111,6 +111,8 @@ class Coordinator:
         self._unwritten: list[journal.Record] = []
         """the disk did not take them: full, or not there"""
         self._complained_s = float("-inf")
+        self._last_round = 0
+        """the highest number of a round that was ever written"""
         self._saved: list[messages.Saved] = []
         """complete, but what they are of is not on disk yet"""
         self._told = 0
@@ -144,6 +146,7 @@ class Coordinator:
         return cls(charter, journal_file, clock, started_unix_s, term=term, records=records)
 
     def _resumed(self, records: Sequence[journal.Record], term: int, now_s: float) -> members.Roster:
+        self._last_round = max(map(_number, records), default=0)
         history = journal.effective(records)
         self._tally.resume(history, now_s)
         self._lines = Numbered(sum(isinstance(record, FROM_WORKERS) for record in records))
@@ -381,6 +384,7 @@ class Coordinator:
         self._unwritten += records
         self._flush(now_s)
         for record in records:
+            self._last_round = max(self._last_round, _number(record))
             if isinstance(record, journal.RewindRecord):
                 self._rewind(now_s)
                 continue
@@ -524,7 +528,7 @@ class Coordinator:
                     addresses,
                     self._lines.written,
                     list(effect.checkpoints),
-                    self._tally.status.round,
+                    self._last_round,
                 )
             case events.PlanEra(era=era, attempt=attempt, donor=donor):
                 message = messages.EraPlan(term, era, attempt, names, donor, addresses)
@@ -614,6 +618,11 @@ class Coordinator:
             case _:
                 pass
         status.restarts = sum(slot.restarts for slot in self._state.slots)
+
+
+def _number(record: journal.Record) -> int:
+    """Of the round that the record is about, or passes over."""
+    return int(getattr(record, "void", 0) or getattr(record, "round", 0))
 
 
 def _named(history: Sequence[journal.Record]) -> tuple[str, ...]:

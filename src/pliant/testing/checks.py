@@ -55,6 +55,8 @@ class Checker:
         self._weights: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
         self._tickets: dict[tuple[int, int], Sequence[Ticket]] = {}
         self._ends: list[tuple[str, tuple[int, ...], dict[str, Any], Group]] = []
+        self._dead = 0
+        """so many of them, the first ones, died before their scripts went on; the last to die comes first"""
         self._records: list[journal.Record] = []
         self._journaled = 0
         self._era = self._round = 0
@@ -118,6 +120,12 @@ class Checker:
         self._ends = [end for end in self._ends if end[0] != name]
         self.over = bool(self._ends)
 
+    def died(self, name: str) -> None:
+        """While it said goodbye, if it had come to its end: the script has not gone on, and the run may."""
+        dead = [end for end in self._ends if end[0] == name]
+        self._ends = [*dead, *(end for end in self._ends if end[0] != name)]
+        self._dead += len(dead)
+
     # -- the journal
 
     def journaled(self, content: bytearray) -> None:
@@ -161,9 +169,10 @@ class Checker:
         if not completed:
             return
         self.require(bool(self._ends), "the run completed, but no worker came to its end")
-        name, weights, _, _ = self._ends[0]
+        ends = self._ends[self._dead :] or self._ends[:1]
+        name, weights, _, _ = ends[0]
         state: dict[str, Any] = {}
-        for other, theirs, their_state, _ in self._ends:
+        for other, theirs, their_state, _ in ends:
             self.require(theirs == weights, f"{other} and {name} end with different weights")
             state = state or their_state
             self.require(

@@ -145,6 +145,8 @@ class Simulation:
 
         def over(status: int) -> None:
             self.checker.holders.pop(script.name, None)
+            if status != 0:
+                self.checker.died(script.name)
             self.judge()
             for wire in self.network.of(process):
                 # The system sends on what it was given, unless the machine has gone.
