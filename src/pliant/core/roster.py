@@ -103,6 +103,18 @@ def resumed(
     return replace(state, settled=settled, last_slot=last_slot, last_agent=0 if era > 0 else -1)
 
 
+def rewound(state: Roster) -> Roster:
+    """The state of a coordinator that comes after everybody else is gone: the run goes on from its last checkpoint."""
+    fresh = gathered(state.rules, state.term, state.dead_after_s, state.started_s)
+    return replace(
+        fresh,
+        last_era=state.last_era,
+        last_slot=state.last_slot,
+        checkpoints=state.checkpoints,
+        rewinds=state.rewinds + 1,
+    )
+
+
 def ended(state: Roster, reason: str, *, completed: bool, exit_status: int) -> Roster:
     """The run was over already: whoever asks is told so."""
     return replace(state, stage=Over(reason, completed, exit_status))

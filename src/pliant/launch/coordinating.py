@@ -25,14 +25,14 @@ from pliant.runtime.service import Charter, serve
 
 
 def main() -> None:
-    """The entry point: run directory, descriptor of the socket, ``start`` or ``resume``."""
+    """The entry point: run directory, descriptor of the socket, ``start``, ``resume`` or ``rewind``."""
     directory, descriptor, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     # Signals are the launcher's: it ends this process when the run is over.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
         with socket.socket(fileno=descriptor) as listener:
-            coordinate(directory, listener, resume=how == "resume", repeat=True)
+            coordinate(directory, listener, resume=how != "start", rewind=how == "rewind", repeat=True)
     except PliantError as error:
         print(error, file=sys.stderr)
         sys.exit(REFUSED_EXIT)
@@ -43,13 +43,17 @@ def coordinate(
     listener: socket.socket,
     *,
     resume: bool,
+    rewind: bool = False,
     repeat: bool = False,
     on_ready: Callable[[], None] | None = None,
 ) -> None:
-    """Serve the run in ``directory`` until it is over; ``repeat``: if it was over already, say so to who asks."""
+    """Serve the run in ``directory`` until it is over; ``repeat``: if it was over already, say so to who asks.
+
+    ``rewind``: nobody of it lives, and it goes on from its last checkpoint.
+    """
     charter = _charter(directory)
     token = run_directory.access(directory).token
-    asyncio.run(serve(charter, directory, listener, token, resume, repeat=repeat, on_ready=on_ready))
+    asyncio.run(serve(charter, directory, listener, token, resume, rewind=rewind, repeat=repeat, on_ready=on_ready))
 
 
 def _charter(directory: Path) -> Charter:

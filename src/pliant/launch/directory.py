@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from pliant.core import journal
 from pliant.errors import UsageError
 
 HOST = "127.0.0.1"
@@ -45,7 +46,27 @@ def refuse_journal(directory: Path) -> None:
     """A journal belongs to one run."""
     if (directory / JOURNAL).exists():
         raise UsageError(
-            f"{directory / JOURNAL} already holds the journal of a run; give another --dir, or move that run away"
+            f"{directory / JOURNAL} already holds the journal of a run; give another --dir, or move that run away "
+            "(--resume goes on with it, from its last checkpoint)"
+        )
+
+
+def expect_checkpoint(directory: Path | None) -> None:
+    """A run goes on only if it is not over, and has something to go on from."""
+    if directory is None:
+        raise UsageError("--resume goes on with a run from its last checkpoint; give the run's directory with --dir")
+    try:
+        with (directory / JOURNAL).open("rb") as lines:
+            whole = (line for line in lines if line.endswith(b"\n"))
+            history = journal.effective(journal.read(whole))
+    except OSError as error:
+        raise UsageError(f"no journal at {directory / JOURNAL}: {error.strerror}; give a run's directory") from None
+    if history and isinstance(history[-1], journal.EndRecord) and history[-1].completed:
+        raise UsageError(f"the run in {directory} has come to its end; there is nothing to go on with")
+    if not any(isinstance(record, journal.CheckpointRecord) for record in history):
+        raise UsageError(
+            f"the run in {directory} has no checkpoint to go on from; start another one, and give join a "
+            "`checkpoint` directory"
         )
 
 

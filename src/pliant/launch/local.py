@@ -42,14 +42,18 @@ def join(spec: JobSpec, access: Access, *, ui: Screen | None = None) -> Outcome:
 async def run_job(spec: JobSpec, *, ui: Screen) -> Outcome:
     """Run a job to its end in this event loop."""
     check(spec)
-    if spec.directory is not None:
+    if spec.resume:
+        run_directory.expect_checkpoint(spec.directory)
+    elif spec.directory is not None:
         run_directory.refuse_journal(spec.directory)
     with run_directory.bound(spec.host, spec.port) as listener:
         directory = run_directory.made(spec.directory, spec.script)
         access = Access(f"{spec.host}:{listener.getsockname()[1]}", secrets.token_urlsafe(32))
         run_directory.publish(directory, access)
         (directory / run_directory.CHARTER).write_bytes(_charter(spec, directory))
-        with contextlib.closing(Coordination(directory, listener)) as coordination:
+        with contextlib.closing(
+            Coordination(directory, listener, "rewind" if spec.resume else "start")
+        ) as coordination:
             coordination.start()
             return await _followed(_agent(spec, ui, directory, access, coordination), ui, directory)
 

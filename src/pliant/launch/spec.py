@@ -37,6 +37,8 @@ class JobSpec:
     paces: tuple[float, ...] = ()
     sizes: tuple[int, ...] = ()
     directory: Path | None = None
+    resume: bool = False
+    """go on with the run in ``directory`` from its last checkpoint"""
     host: str = HOST
     port: int = 0
     module: bool = False

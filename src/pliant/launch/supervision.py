@@ -30,8 +30,10 @@ REFUSED_EXIT = 3
 class Coordination:
     """Starts the coordinator and counts its deaths."""
 
-    def __init__(self, directory: Path, listener: socket.socket) -> None:
+    def __init__(self, directory: Path, listener: socket.socket, how: str = "start") -> None:
+        """``how`` it begins; once it has died it resumes the run."""
         self._directory = directory
+        self._how = how
         self._listener = listener
         self.died: Callable[[], None] = lambda: None
         """called in the event loop"""
@@ -47,7 +49,7 @@ class Coordination:
 
     def start(self) -> None:
         """Start it; again, if it has died: it then resumes the run."""
-        how = "start" if self._process is None else "resume"
+        how = self._how if self._process is None else "resume"
         descriptor = self._listener.fileno()
         # -P: a module of the user's directory must not take the place of one of Python's own.
         command = [sys.executable, "-P", "-m", "pliant.launch.coordinating"]

@@ -98,6 +98,7 @@ class Coordinator:
         *,
         term: int = 1,
         records: Sequence[journal.Record] | None = None,
+        rewind: bool = False,
     ) -> None:
         now_s = clock()
         self.charter = charter
@@ -130,7 +131,7 @@ class Coordinator:
             self._state = roster.gathered(charter.rules, term, charter.dead_after_s, now_s)
             self._write([journal.RunRecord(charter.job, charter.version, started_unix_s)])
         else:
-            self._state = self._resumed(records, term, now_s)
+            self._state = self._resumed(records, term, now_s, rewind=rewind)
 
     @classmethod
     def resumed(
@@ -141,13 +142,18 @@ class Coordinator:
         term: int,
         clock: Callable[[], float],
         started_unix_s: float,
+        *,
+        rewind: bool = False,
     ) -> Coordinator:
-        """One that takes a lost one's place, with what that one had written."""
-        return cls(charter, journal_file, clock, started_unix_s, term=term, records=records)
+        """One that takes a lost one's place, with what that one had written; ``rewind``: nobody else is left either."""
+        return cls(charter, journal_file, clock, started_unix_s, term=term, records=records, rewind=rewind)
 
-    def _resumed(self, records: Sequence[journal.Record], term: int, now_s: float) -> members.Roster:
+    def _resumed(self, records: Sequence[journal.Record], term: int, now_s: float, *, rewind: bool) -> members.Roster:
         self._last_round = max(map(_number, records), default=0)
         history = journal.effective(records)
+        if rewind:
+            # That it ended, not well, is over.
+            history = [record for record in history if not isinstance(record, journal.EndRecord)]
         self._tally.resume(history, now_s)
         self._lines = Numbered(sum(isinstance(record, FROM_WORKERS) for record in records))
         self._told = self._lines.written
@@ -160,6 +166,8 @@ class Coordinator:
         state = roster.resumed(rules, term, dead_after_s, now_s, era, names, settled)
         rewinds = sum(isinstance(record, journal.RewindRecord) for record in records)
         state = replace(state, checkpoints=_named(history), rewinds=rewinds)
+        if rewind:
+            return roster.rewound(state)
         match records[-1]:
             case journal.EndRecord(reason=reason, completed=completed, exit_status=status):
                 # It died while it said goodbye.
@@ -387,6 +395,8 @@ class Coordinator:
             self._last_round = max(self._last_round, _number(record))
             if isinstance(record, journal.RewindRecord):
                 self._rewind(now_s)
+                text = f"going on from checkpoint {record.name}, after {self.current.rounds} rounds"
+                self._note(events.Note("rewound", text), now_s)
                 continue
             self._tally.add(record, now_s)
             if isinstance(record, journal.RoundRecord) and record.delay is not None:

@@ -119,3 +119,8 @@ class Script:
 def _top_level(group: Group) -> list[int]:
     """Places in ``group.past`` of the calls that every script makes, whether it was in the loops or not."""
     return [place for place, past in enumerate(group.past) if not past.inner]
+
+
+def top_level_calls(group: Group) -> int:
+    """How many such calls the group has left."""
+    return len(_top_level(group))

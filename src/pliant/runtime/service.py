@@ -42,12 +42,16 @@ async def serve(
     token: str,
     resume: bool,
     *,
+    rewind: bool = False,
     repeat: bool = False,
     on_ready: Callable[[], None] | None = None,
 ) -> events.Ended:
-    """Coordinate the run in ``directory`` until it is over; ``repeat``: if it is over, tell those who ask."""
+    """Coordinate the run in ``directory`` until it is over; ``repeat``: if it is over, tell those who ask.
+
+    ``rewind``: everybody was lost, its launcher included, and it goes on from its last checkpoint.
+    """
     with _locked(directory), contextlib.ExitStack() as stack:
-        coordinator, journal_file = _coordinator(charter, directory, resume, repeat)
+        coordinator, journal_file = _coordinator(charter, directory, resume, repeat, rewind)
         stack.callback(journal_file.close)
         server = Server(application(coordinator, token))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -60,7 +64,9 @@ async def serve(
                 await serving
 
 
-def _coordinator(charter: Charter, directory: Path, resume: bool, repeat: bool) -> tuple[Coordinator, JournalFile]:
+def _coordinator(
+    charter: Charter, directory: Path, resume: bool, repeat: bool, rewind: bool = False
+) -> tuple[Coordinator, JournalFile]:
     path = directory / JOURNAL
     if not resume:
         journal_file = JournalFile(path)
@@ -72,7 +78,7 @@ def _coordinator(charter: Charter, directory: Path, resume: bool, repeat: bool) 
         return _coordinator(charter, directory, resume=False, repeat=False)
     journal_file, records = JournalFile.reopened(path, ended=repeat)
     term = _raised_term(directory)
-    coordinator = Coordinator.resumed(charter, journal_file, records, term, time.monotonic, time.time())
+    coordinator = Coordinator.resumed(charter, journal_file, records, term, time.monotonic, time.time(), rewind=rewind)
     return coordinator, journal_file
 
 

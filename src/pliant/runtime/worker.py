@@ -36,7 +36,7 @@ from pliant.runtime.contribution import Contribution
 from pliant.runtime.eras import Eras, Handed
 from pliant.runtime.place import EraBroken, Evicted, Seat
 from pliant.runtime.saving import KEPT, Saving
-from pliant.runtime.script import Opening, Script
+from pliant.runtime.script import Opening, Script, top_level_calls
 from pliant.runtime.takeover import install_state
 from pliant.runtime.update import Training
 from pliant.runtime.witness import Witness
@@ -102,7 +102,8 @@ class Worker:
         self._carried: Mapping[str, Any] = carried or {"state": {}}
         """what the script has given besides model and optimizer"""
         self._restored: Mapping[str, Any] | None = None
-        """the user's state of a checkpoint, until the script is where it was"""
+        """the user's state of a checkpoint, until the script is in the call that it is of"""
+        self._restored_call = 0
         self._clock = clock
         self._sleep = sleep
         self._slowdown = 1.0 / pace - 1.0
@@ -878,7 +879,7 @@ class Worker:
         """
         if self.standing is not Standing.ACTIVE:
             return
-        if self._restored is not None:
+        if self._restored is not None and self._script.calls >= self._restored_call:
             restored, self._restored = self._restored, None
             install_state(self._carried["state"], restored)
         if self._eras is None:
@@ -948,7 +949,8 @@ class Worker:
         """Whether this worker writes the checkpoints, and its script is where another one can get by itself."""
         first = next((m for m, standing in enumerate(self.group.standings) if standing is Standing.ACTIVE), None)
         whole = self._restored is None and (self._eras is None or self._eras.holds_all)
-        return whole and first == self._member and len(self.group.open) == 1 and self._script.is_at(self.group)
+        alike = len(self.group.open) == 1 and not self.group.phase.inner and self._script.is_at(self.group)
+        return whole and first == self._member and alike
 
     def finished(self) -> None:
         """Alone: the script has come to its end, and the next one begins anew."""
@@ -966,7 +968,7 @@ class Worker:
         found = self._saving.restored(names, self.training, self._carried, self.group)
         limit = self.group.samples_limit
         self.group = replace(rounds.restored(found.handed.group, self.me, last_round), samples_limit=limit)
-        self._restored = found.users_state
+        self._restored, self._restored_call = found.users_state, top_level_calls(self.group)
         self._undrained = found.handed.undrained
         now = self._clock()
         self._flight, self._contribution = None, Contribution(now)

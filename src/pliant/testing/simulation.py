@@ -390,6 +390,8 @@ class Script:
     def _concluded(self) -> None:
         # Who breaks, or leaves, does not see every update.
         state = {} if self.scene.breaks or self._worker.standing is not Standing.ACTIVE else self.state
+        if state and {state["trained"], state["epochs"]} != {self.scene.epochs}:
+            raise Violation(f"{self.name} ends with {state}, after {self.scene.epochs} epochs")
         self.simulation.checker.ended(self.name, self.training, state, self._worker.group)
 
     def _share(self, channel: Any, look: Callable[[], None]) -> None:

@@ -20,7 +20,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pliant.core import journal
 from pliant.errors import PliantError, RunEnded, UsageError
 from pliant.launch import asking, local
 from pliant.launch.spec import GRACE_S, NOTICE_EVERY_S
@@ -91,6 +90,7 @@ def run(
     notice_command: Annotated[str, typer.Option(help="Exits 0 when this machine is about to be taken away.")] = "",
     notice_every: Annotated[float, typer.Option(help="Seconds between two of these questions.")] = NOTICE_EVERY_S,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --dir from its checkpoint.")] = False,
 ) -> None:
     """Run a script on several workers of this machine, or add workers to a run (--join)."""
     if not module and not Path(script).is_file():
@@ -111,6 +111,7 @@ def run(
         grace_s=grace,
         notice_command=notice_command,
         notice_every_s=notice_every,
+        resume=resume,
     )
     if join:
         access = local.Access(join, asking.token(directory, token_file))
@@ -143,12 +144,12 @@ def audit(
 ) -> None:
     """Prove that each sample was used once per epoch, or say which were not."""
     from pliant.core.audit import audit as audited
+    from pliant.runtime.journaling import history
 
     path = path / "journal.jsonl" if path.is_dir() else path
     if not path.is_file():
         raise UsageError(f"no journal at {path}; it is journal.jsonl in the run's directory")
-    with path.open("rb") as lines:
-        report = audited(journal.read(lines))
+    report = audited(history(path))
     if as_json:
         print(json.dumps({"problems": report.problems, **report.summary}))
     else:
