@@ -49,6 +49,11 @@ def pids(run: Running, workers: int) -> list[int]:
     return [int(run.until("pid ").rpartition(" ")[2]) for _ in range(workers)]
 
 
+def started(run: Running) -> list[int]:
+    """All processes that have called themselves a worker so far."""
+    return [int(line.rpartition(" ")[2]) for line in run.lines if "] pid " in line]
+
+
 def kept(directory: Path) -> list[Path]:
     """The checkpoints on disk, oldest first."""
     return sorted(path.parent for path in (directory / "kept" / "job").glob("*/manifest.json"))
@@ -72,10 +77,6 @@ def test_a_run_outlives_all_of_its_workers_and_its_launcher(launch: Launcher) ->
     # That of the second life: the one before may have printed it, too.
     first.until("epoch 4 5")
     living = [pid for pid in started(first) if pid not in workers]
-        int(line.rpartition(" ")[2])
-        for line in first.lines
-        if "] pid " in line and int(line.rpartition(" ")[2]) not in workers
-    ]
     first.process.kill()
     for pid in living:
         gone(pid)
