@@ -109,7 +109,10 @@ class Saving:
 
     def end(self) -> None:
         """The script has come to its end: nobody is to go on from what was written."""
-        self._store.mark(finished=True)
+        try:
+            self._store.mark(finished=True)
+        except CheckpointError as error:
+            _say(f"{error}; the next run will go on from the last checkpoint of this one, if there is any")
 
     # -- writing
 

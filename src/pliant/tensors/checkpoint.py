@@ -108,11 +108,14 @@ class Store:
     def mark(self, *, finished: bool) -> None:
         """Note that it has, or that the next one begins."""
         path = f"{self._root}/{FINISHED}"
-        if finished:
-            self._system.makedirs(self._root, exist_ok=True)
-            self._system.touch(path)
-        elif self.finished:
-            self._system.rm(path)
+        try:
+            if finished:
+                self._system.makedirs(self._root, exist_ok=True)
+                self._system.touch(path)
+            elif self.finished:
+                self._system.rm(path)
+        except Exception as error:
+            raise CheckpointError(f"cannot write to {self.address}: {_said(error)}") from error
 
     def write(self, manifest: Manifest, state: Any) -> Manifest:
         """Write the state; the manifest as it was written."""
