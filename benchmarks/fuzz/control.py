@@ -4,7 +4,7 @@ Question  Can anything that a worker or a launcher says bring the coordinator do
 Holds     A real ``Coordinator`` with a real journal in memory, fed frame by frame as ``control.app`` does. No frame and
           no later tick raises; every answer can be encoded and every journal line read back; what the coordinator holds
           stays small. Where the hostile ones were kept from speaking for the whole run (which a member may: see
-          ``_speaks_for_all``), the honest two go on without them when they are gone.
+          ``speaks_for_all``), the honest two go on without them when they are gone.
 Source    ours; docs/reliability.md.
 """
 
@@ -303,7 +303,7 @@ def _encoded(value: Any) -> bytes:
         return b"\xc1"
 
 
-def _speaks_for_all(message: Any) -> bool:
+def speaks_for_all(message: Any) -> bool:
     """What a member, or whoever takes an honest one's name, may say that ends the run for all or stands in for others.
 
     The token makes a member: who bears it is believed in what it says of itself.
@@ -331,7 +331,7 @@ class ControlSurface:
         if bounded or chance.random() < 0.5:
             session.train()
         volley = Volley()
-        allowed = (lambda message: not _speaks_for_all(message)) if bounded else (lambda message: True)
+        allowed = (lambda message: not speaks_for_all(message)) if bounded else (lambda message: True)
         for _ in range(FRAMES):
             if chance.random() < 0.15:
                 session.tick(chance.choice((0.05, 0.05, 0.3, 0.6, 1.2, 2.4)))

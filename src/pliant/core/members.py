@@ -33,7 +33,7 @@ MOST_SLOTS = 1000
 """Processes that a run may have at a time. More were never formed into a group; without a bound one message of a
 launcher, or one slip in ``pliant scale``, fills the memory."""
 
-MOST_SLOTS_EVER = 10 * MOST_SLOTS
+MOST_SLOTS_EVER = 4 * MOST_SLOTS
 """Those that are gone for good included."""
 
 ATTEMPTS_PER_TERM = 1_000_000

@@ -256,7 +256,8 @@ def with_new_slots(state: Roster, agent: AgentId, count: int) -> tuple[Roster, t
 
 def room(state: Roster) -> int:
     """How many slots more a run can have."""
-    return max(0, min(MOST_SLOTS - len(kept(state)), MOST_SLOTS_EVER - len(state.slots)))
+    living = sum(endings.may_come(state, slot, state.heard_s) for slot in state.slots)
+    return max(0, min(MOST_SLOTS - living, MOST_SLOTS_EVER - len(state.slots)))
 
 
 def _going_order(state: Roster, slot: Slot) -> tuple[int, int]:
