@@ -23,6 +23,7 @@ from benchmarks.fuzz.surface import Volley
 from pliant.control import messages as m
 from pliant.core import events, journal, members
 from pliant.runtime.coordinator import Charter, Coordinator
+from pliant.runtime.status import Status
 
 VERSION = "0.1.0"
 FRAMES = 120
@@ -351,7 +352,9 @@ class ControlSurface:
         else:
             for _ in range(8):
                 session.tick(0.6)
-        session.coordinator.status(), session.coordinator.happenings(), session.coordinator.figures()
+        msgspec.json.decode(session.coordinator.status(), type=Status)
+        msgspec.json.decode(session.coordinator.happenings())
+        session.coordinator.figures()
         return volley
 
     def close(self) -> None: ...

@@ -167,7 +167,7 @@ class HandoffSurface:
 def _described(skeleton: bytes, otherwise: int) -> int:
     try:
         return handoff._size(msgspec.json.decode(skeleton))
-    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError):
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, StopIteration):
         return otherwise
 
 

@@ -108,7 +108,9 @@ class SocketSurface:
 
     def _connected(self, path: str, token: str = TOKEN) -> ClientConnection:
         headers = {"Authorization": f"Bearer {token}"}
-        return connect(f"ws://127.0.0.1:{self._port}/{path}", additional_headers=headers, max_size=None, open_timeout=20)
+        return connect(
+            f"ws://127.0.0.1:{self._port}/{path}", additional_headers=headers, max_size=None, open_timeout=20
+        )
 
     def close(self) -> None:
         """Ends the run as its user would."""
@@ -169,7 +171,9 @@ class SocketSurface:
         try:
             with self._connected("agent" if is_agent else "worker") as line:
                 if chance.random() < 0.8:
-                    hello = m.Enlist("", VERSION, [], 1, False) if is_agent else m.Hello(chance.choice(SLOTS), 7, VERSION)
+                    hello = (
+                        m.Enlist("", VERSION, [], 1, False) if is_agent else m.Hello(chance.choice(SLOTS), 7, VERSION)
+                    )
                     line.send(m.encode(hello))
                 for _ in range(FRAMES):
                     frame = hostile_frame(chance, is_agent)

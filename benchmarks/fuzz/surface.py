@@ -23,6 +23,8 @@ WARM_UP = 0.02
 MOST_FAILURES = 20
 """So many are told; whatever comes behind them is most likely the same."""
 
+TOLD_EVERY_S = 60.0
+
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -82,14 +84,19 @@ def chance_of(surface: str, seed: int, volley: int) -> Random:
 
 
 def hammer(
-    surface: Surface, inputs: int, seed: int, start: int = 0, say: Callable[[str], None] | None = None
+    surface: Surface,
+    inputs: int,
+    seed: int,
+    start: int = 0,
+    say: Callable[[str], None] = lambda line: None,
+    wanted: Callable[[], bool] = lambda: True,
 ) -> Outcome:
-    """Fire volleys until so many inputs were tried."""
+    """Fire volleys until so many inputs were tried, or nobody wants more."""
     outcome = Outcome(surface.name)
     base: int | None = None
     began_s = told_s = time.perf_counter()
     volley = start
-    while outcome.inputs < inputs:
+    while outcome.inputs < inputs and wanted():
         try:
             fired = surface.fire(chance_of(surface.name, seed, volley))
         except Exception:
@@ -110,7 +117,7 @@ def hammer(
                 base = resident_bytes()
             outcome.grown_bytes = max(outcome.grown_bytes, held - base if base is not None else 0)
             now_s = time.perf_counter()
-            if say is not None and now_s - told_s > 60.0:
+            if now_s - told_s > TOLD_EVERY_S:
                 told_s = now_s
                 say(f"{surface.name}: {outcome.inputs} inputs, {outcome.failed} failures")
     outcome.seconds = time.perf_counter() - began_s

@@ -53,7 +53,7 @@ _GAUGES = {
 }
 
 OUTBOX_BYTES = 64 << 20
-"""Of what a peer was sent and has not read: beyond it the connection is given up, or a sleeper would fill the memory."""
+"""Of what a peer was sent and has not read: beyond it the connection is given up, or sleepers would fill the memory."""
 
 Message = TypeVar("Message")
 Answer = Callable[[Request], Awaitable[Response]]

@@ -12,7 +12,6 @@ from typing import Annotated, TypeVar, Union
 
 import msgspec
 
-
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 """What no counter of a run reaches, and what can be counted on from without leaving a machine word."""
 

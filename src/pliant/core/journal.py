@@ -28,6 +28,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 """Sums of times stay finite."""
 
+Ahead = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
+"""Micro-batches that a loader wants to know in advance: as many are dealt to it."""
+
 Name = Annotated[str, msgspec.Meta(max_length=100)]
 Delay = Annotated[int, msgspec.Meta(ge=-1, le=1)]
 ExitStatus = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
@@ -86,7 +89,7 @@ class PhaseRecord(msgspec.Struct, frozen=True, tag="phase", tag_field="kind", om
     limit: Count
     """positions to be used, below ``length`` only where ``epochs(samples=…)`` ends inside an epoch"""
     sizes: list[Count]
-    ahead: list[Count]
+    ahead: list[Ahead]
     order: Count
     absent: list[Count] = []
     """members whose script has not made this call: they go along without samples"""
@@ -128,7 +131,7 @@ class RoundRecord(msgspec.Struct, frozen=True, tag="round", tag_field="kind", om
     """false: samples spent without an update, because a part was not finite or nothing had any weight"""
     samples_total: Count
     tickets: list[TicketLine]
-    entered: list[tuple[Count, Count, Count]] = []
+    entered: list[tuple[Count, Count, Ahead]] = []
     """who became ready with this exchange: member, micro-batch size, look-ahead of its loader"""
     delay: Delay | None = None
     """was decided anew: in force from here on, until something changes"""
@@ -156,7 +159,7 @@ class ExchangeRecord(msgspec.Struct, frozen=True, tag="exchange", tag_field="kin
     phase: Count
     batch: Count
     tickets: list[TicketLine]
-    entered: list[tuple[Count, Count, Count]] = []
+    entered: list[tuple[Count, Count, Ahead]] = []
     """who became ready with this exchange: member, micro-batch size, look-ahead of its loader"""
 
 
