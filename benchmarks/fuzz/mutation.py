@@ -1,7 +1,7 @@
 """Hostile input from valid input.
 
 Question  What may somebody send who knows the form, or who knows nothing?
-Holds     Everything follows from the ``Random`` that is passed in. Half of it is still well formed, so that it gets past
+Holds     Everything follows from the ``Random`` that is passed in. Half of it is well formed, so that it gets past
           the decoders; the other half is truncated, flipped, spliced and overlong bytes.
 Source    ours.
 """

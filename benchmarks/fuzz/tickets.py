@@ -1,7 +1,7 @@
 """Tickets of a fixed length from a member whose memory, or whose network, cannot be trusted.
 
 Question  Is what a worker gathers either a ticket or refused?
-Holds     ``unpack`` gives a ticket that packs to the same bytes, or raises ``ValueError``. Only members of an era's group
+Holds     ``unpack`` gives a ticket that packs to the same bytes, or raises ``ValueError``. Only members of a group
           reach it, and always with the length that was agreed on.
 Source    ours; docs/reliability.md.
 """

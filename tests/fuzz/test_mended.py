@@ -1,0 +1,266 @@
+"""What hostile input once did, each on its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from benchmarks.fuzz.control import RECORDS, SIGNATURE, VERSION, Session, Wire
+from benchmarks.fuzz.journals import chained
+from benchmarks.fuzz.surface import chance_of
+from websockets.asyncio.client import connect
+from websockets.exceptions import WebSocketException
+
+from pliant.control import app, messages
+from pliant.control import messages as m
+from pliant.core import journal, members
+from pliant.core.audit import audit
+from pliant.errors import JournalError
+from pliant.runtime import coordinator
+from pliant.runtime.coordinator import Charter
+from pliant.runtime.service import serve
+from pliant.runtime.status import Status
+
+DEEP = b"\x91" * 100_000 + b"\xc0"
+
+
+def training() -> Session:
+    session = Session(chance_of("control", 0, 0))
+    session.train()
+    return session
+
+
+def hostile(session: Session) -> Wire:
+    return session.hostile[0][0]
+
+
+def is_lost(session: Session, slot: str = "w2") -> bool:
+    return all(worker.slot != slot for worker in session.coordinator.state.workers)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\x82\xa4type\xa7leaving\xa6reason\xa2\xff\xfe",
+        b"\x82\xa4type\xa7leaving\xa1x" + DEEP,
+        b"\x82\xa4type\xa7leaving\xa6reason\xdd\xff\xff\xff\xff",
+        m.encode(m.Entered(2**60, 0)),
+        m.encode(m.Hello("w" + "9" * 5000, 7, VERSION)),
+    ],
+    ids=["no utf-8", "nested without end", "longer than it is", "beyond any count", "a name without end"],
+)
+def test_what_is_no_message_is_refused_as_such(frame: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        messages.decode_from_worker(frame)
+
+
+def test_a_record_that_no_file_can_hold_is_a_failure_of_its_sender() -> None:
+    for text in (b'{"kind":"phase_end","phase":' + b"9" * 40 + b',"cut":[]}', b'{"kind":"era","x":' + b"[" * 100_000):
+        session = training()
+        session.say(hostile(session), m.Lines(0, [journal.encode(RECORDS[0]), text]))
+        assert is_lost(session) and session.coordinator.written == 0 and session.journal.lines == 1
+
+
+def test_a_launcher_cannot_ask_for_more_than_there_can_be() -> None:
+    session = training()
+    wire = Wire(99)
+    session.coordinator.agent_connected(wire)
+    session.coordinator.agent_received(wire, m.Enlist("", VERSION, [], 2**40, False))
+    session.coordinator.agent_received(wire, m.Enlist("a7", VERSION, [f"w{i}" for i in range(9, 5000)], 0, False))
+    assert [type(message) for message in wire.inbox] == [m.Refuse, m.Refuse]
+    assert len(session.coordinator.state.slots) == 6
+    assert session.coordinator.scale(10**9)[0] == 422
+    assert session.coordinator.scale(members.MOST_SLOTS)[0] == 200
+
+
+def test_exits_of_unknown_slots_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pliant.core.slots.MOST_SLOTS", 20)
+    session = training()
+    for number in range(100):
+        session.coordinator.agent_received(session.owner, m.Exited(f"x{number}", number, 1))
+    assert len(session.coordinator.state.slots) <= 80
+
+
+def test_an_era_that_nobody_began_is_a_failure_of_its_teller() -> None:
+    for lie in (m.Entered(7, 0), m.Stopped(2**53, 0, True)):
+        session = training()
+        session.say(hostile(session), lie)
+        assert is_lost(session)
+        assert session.coordinator.state.last_era <= 2
+    session = training()
+    wire = session.connected(m.Hello("w2", 7, VERSION, "w2", 2**53, 0, True))
+    assert any(isinstance(message, m.Refuse) for message in wire.inbox)
+    assert session.coordinator.state.last_era == 1
+
+
+@pytest.mark.parametrize("text", ["1e-9", "nan", "-1", "0", "inf and more"])
+def test_no_worker_alone_says_when_the_others_are_dead(text: str) -> None:
+    session = training()
+    session.kill("w2")
+    session.tick(0.6)
+    session.tick(0.6)
+    signature = m.Signature(VERSION, SIGNATURE.parameters, {**SIGNATURE.settings, "dead_after": text})
+    session.say(session.connected(m.Hello("w2", 7, VERSION)), m.Ready(signature, ""))
+    assert session.coordinator.state.dead_after_s == 5.0
+    first = Session(chance_of("control", 0, 0))
+    first.say(first.connected(m.Hello("w2", 7, VERSION)), m.Ready(signature, ""))
+    assert first.coordinator.state.dead_after_s == 5.0
+
+
+def test_records_out_of_order_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "EARLY_BYTES", 10_000)
+    session = training()
+    wire = hostile(session)
+    for number in range(1000):
+        session.say(wire, m.Lines(10**9 + number, [journal.encode(RECORDS[0])]))
+    assert is_lost(session)
+    assert session.coordinator._lines.early_bytes <= 10_000
+    session.say(session.honest[0].wire, m.Lines(0, [journal.encode(RECORDS[0])]))
+    assert session.coordinator.written == 1
+
+
+def test_keys_are_bounded_and_only_members_put_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "KEYS_BYTES", 10_000)
+    session = training()
+    attempt = next(iter(session.coordinator._rosters))
+    wire = hostile(session)
+    for number in range(100):
+        session.say(wire, m.Put(attempt, f"key{number}", bytes(1000)))
+    assert is_lost(session)
+    assert sum(len(value) for keys in session.coordinator._keys.values() for value in keys.values()) <= 10_000
+    session = training()
+    session.kill("w2")
+    session.tick(0.6)
+    session.tick(0.6)
+    attempt = next(iter(session.coordinator._rosters))
+    session.say(session.connected(m.Hello("w2", 7, VERSION)), m.Put(attempt, "stranger", b""))
+    assert "stranger" not in session.coordinator._keys[attempt]
+
+
+def test_names_that_are_gone_are_not_kept() -> None:
+    session = training()
+    session.kill("w2")
+    session.tick(0.6)
+    session.tick(0.6)
+    for _ in range(50):
+        wire = session.connected(m.Hello("w2", 7, VERSION))
+        assert any(isinstance(message, m.Welcome) for message in wire.inbox)
+        session.coordinator.closed(wire)
+    assert session.coordinator.state.ghosts == frozenset()
+
+
+def test_what_a_worker_says_of_itself_is_shown_and_not_obeyed() -> None:
+    session = training()
+    session.owner.inbox.clear()
+    session.say(hostile(session), m.Failed("\x1b[2Jall is well" + "!" * 100_000))
+    notes = [message.text for message in session.owner.inbox if isinstance(message, m.Note)]
+    assert notes and all(note.isprintable() and len(note) <= 2001 for note in notes)
+
+
+def test_a_status_can_be_read_whatever_times_are_told() -> None:
+    session = training()
+    ticket = journal.TicketLine([(0, 8)], 1, 2**53, 8.0, 5e-324, 1e12, 0.0, 0.0, 0.8, 1.0, 1.0, 0)
+    records = [RECORDS[0], RECORDS[3], journal.RoundRecord(1, 1, 1, 24, 24.0, 1.0, 0.1, 0.1, True, 24, [ticket] * 3)]
+    session.say(session.honest[0].wire, m.Lines(0, [journal.encode(record) for record in records]))
+    assert session.coordinator.written == 3
+    session.tick(0.3)
+    assert msgspec.json.decode(session.coordinator.status(), type=Status).rounds == 1
+
+
+def test_many_rounds_in_a_second_cost_no_more_each() -> None:
+    """The pace is of the last five seconds: it once was summed up anew with every round."""
+    session = training()
+    session.say(session.honest[0].wire, m.Lines(0, [journal.encode(record) for record in (RECORDS[0], RECORDS[3])]))
+    tally = session.coordinator._tally
+    for number in range(20):
+        tally.add(
+            journal.RoundRecord(1, number, 1, 24, 24.0, 1.0, 0.1, 0.1, True, 24, RECORDS[5].tickets), 0.1 * number
+        )  # type: ignore[union-attr]
+    assert tally._recent_samples == [160, 160, 160]
+    assert {row.name: row.pace for row in tally.status.workers}["w0"] == pytest.approx(80.0)
+    tally.tick(6.05)
+    assert tally._recent_samples == [8 * len(tally._recent)] * 3 and 0 < len(tally._recent) < 20
+    tally.tick(100.0)
+    assert tally._recent_samples == [0, 0, 0] and tally._recent_busy_s == [0.0, 0.0, 0.0]
+
+
+def forged(**policy: Any) -> list[journal.Record]:
+    """A journal that says of itself that it is right, with numbers that no run has."""
+    given = {"batch": 24, "floating": True, "at_most": None, "delay": 1, "rule": "linear", "momentum": 0.9, **policy}
+    records = [journal.RunRecord("job", "0", 0.0), RECORDS[0], journal.PolicyRecord(**given), RECORDS[3], *RECORDS[5:7]]
+    return list(journal.read(chained([journal.encode(record) for record in records]).splitlines(keepends=True)))
+
+
+@pytest.mark.parametrize("policy", [{"momentum": 1.0}, {"batch": 0}, {"batch": 2**53, "floating": False}])
+def test_numbers_that_no_run_has_are_a_problem_of_the_journal(policy: dict[str, Any]) -> None:
+    assert audit(forged(**policy)).problems
+
+
+def test_a_forged_journal_does_not_fill_the_memory() -> None:
+    phase = journal.PhaseRecord(1, "train", 0, 2**53, 2**53, [1, 1, 1], [0, 0, 0], 7)
+    policy = journal.PolicyRecord(2**50, False, None, 1, "linear", 0.9)
+    records = [journal.RunRecord("job", "0", 0.0), RECORDS[0], policy, phase]
+    problems = audit(records).problems
+    assert any("more than 1000000 at once" in problem for problem in problems)
+    with pytest.raises(JournalError):
+        journal.decode(journal.encode(journal.PhaseRecord(1, "train", 0, 9, 9, [1], [2**40], 7)))
+
+
+async def _unread(directory: Path) -> int:
+    """A launcher that enlists and then never reads; how many connections are left in the end."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    ready = asyncio.Event()
+    charter = Charter("job", "train.py", VERSION)
+    serving = asyncio.create_task(serve(charter, directory, listener, "t", resume=False, on_ready=ready.set))
+    await ready.wait()
+    address = f"ws://127.0.0.1:{listener.getsockname()[1]}/agent"
+    headers = {"Authorization": "Bearer t"}
+    sleeper = socket.socket()
+    sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sleeper.connect(("127.0.0.1", listener.getsockname()[1]))
+    async with connect(address, additional_headers=headers) as owner:
+        await owner.send(m.encode(m.Enlist("", VERSION, [], 900, True)))
+        with contextlib.suppress(WebSocketException):
+            async with connect(address, additional_headers=headers, sock=sleeper, max_queue=1) as deaf:
+                await deaf.send(m.encode(m.Enlist("", VERSION, [], 1, False)))
+                deaf.transport.pause_reading()
+                # The status of 900 workers several times a second fills its outbox.
+                while True:
+                    status = m.decode_to_agent(await owner.recv(decode=False))
+                    if isinstance(status, m.StatusUpdate) and await _away(serving):
+                        break
+        await owner.send(m.encode(m.Interrupted(2)))
+        for slot in range(900):
+            await owner.send(m.encode(m.Exited(f"w{slot}", 1, -2)))
+        while not isinstance(m.decode_to_agent(await owner.recv(decode=False)), m.Over):
+            pass
+    await asyncio.wait_for(serving, 20)
+    return GIVEN_UP[0]
+
+
+GIVEN_UP = [0]
+
+
+async def _away(serving: asyncio.Task[Any]) -> bool:
+    await asyncio.sleep(0)
+    return GIVEN_UP[0] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_peer_that_does_not_read_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "OUTBOX_BYTES", 400_000)
+    GIVEN_UP[0] = 0
+    closed = coordinator.Coordinator.agent_closed
+
+    def counted(self: Any, peer: Any) -> None:
+        GIVEN_UP[0] += peer.is_choked
+        closed(self, peer)
+
+    monkeypatch.setattr(coordinator.Coordinator, "agent_closed", counted)
+    assert asyncio.run(_unread(tmp_path)) == 1
