@@ -114,7 +114,7 @@ class HandoffSurface:
             sizes[chance.randrange(3)] = chance.choice((*INTEGERS, len(raw) + 1, len(skeleton) - 1, 2**30, 2**40))
         if chance.random() < 0.5:
             # It may agree with what it describes, whatever that is.
-            sizes[2] = _described(skeleton, sizes[2])
+            sizes[2] = min(_described(skeleton, sizes[2]), INTEGERS[-1])
         sent = io.BytesIO()
         head = {"type": chance.choice(("state", "state", "state", "refused")), "exchange": sizes[0]}
         head |= {"skeleton_bytes": sizes[1], "tensor_bytes": sizes[2], "reason": "no"}
