@@ -49,6 +49,7 @@ class SocketSurface:
 
     def __init__(self) -> None:
         self._directory = TemporaryDirectory(prefix="pliant-fuzz-")
+        self._lines = contextlib.ExitStack()
         listener = socket.create_server(("127.0.0.1", 0))
         self._port: int = listener.getsockname()[1]
         self._ready = threading.Event()
@@ -58,7 +59,7 @@ class SocketSurface:
         if not self._ready.wait(30):
             raise AssertionError("the server does not start")
         self._owner = self._launched(1, owner=True)
-        self._worker = self._connected("worker")
+        self._worker = self._kept("worker")
         self._worker.send(m.encode(m.Hello("w0", 7, VERSION)))
         self._worker.send(m.encode(m.Ready(SIGNATURE, "127.0.0.1:1")))
         self._trained = threading.Event()
@@ -77,7 +78,7 @@ class SocketSurface:
 
     def _launched(self, workers: int, *, owner: bool) -> ClientConnection:
         """A launcher that reads what it is told; processes that are to start again have started at once."""
-        line = self._connected("agent")
+        line = self._kept("agent")
         line.send(m.encode(m.Enlist("", VERSION, [], workers, owner)))
 
         def read_on() -> None:
@@ -112,6 +113,10 @@ class SocketSurface:
             f"ws://127.0.0.1:{self._port}/{path}", additional_headers=headers, max_size=None, open_timeout=20
         )
 
+    def _kept(self, path: str) -> ClientConnection:
+        """A connection that lasts as long as this surface."""
+        return self._lines.enter_context(self._connected(path))
+
     def close(self) -> None:
         """Ends the run as its user would."""
         try:
@@ -128,9 +133,8 @@ class SocketSurface:
                 if self._thread.is_alive():
                     raise AssertionError("the server does not end")
         finally:
-            for line in (self._owner, self._theirs, self._worker):
-                with contextlib.suppress(*TROUBLES):
-                    line.close()
+            with contextlib.suppress(*TROUBLES):
+                self._lines.close()
             self._directory.cleanup()
 
     def fire(self, chance: Random) -> Volley:
