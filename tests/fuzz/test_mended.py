@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import socket
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from pliant.runtime import coordinator
 from pliant.runtime.coordinator import Charter
 from pliant.runtime.service import serve
 from pliant.runtime.status import Status
+from pliant.tensors import handoff, stream
 
 DEEP = b"\x91" * 100_000 + b"\xc0"
 
@@ -209,6 +211,19 @@ def test_a_forged_journal_does_not_fill_the_memory() -> None:
     assert any("more than 1000000 at once" in problem for problem in problems)
     with pytest.raises(JournalError):
         journal.decode(journal.encode(journal.PhaseRecord(1, "train", 0, 9, 9, [1], [2**40], 7)))
+
+
+def test_a_state_with_a_key_twice_is_broken() -> None:
+    """The second value took the place of a tensor that had been sent."""
+    sent = io.BytesIO()
+    skeleton = b'{"d":[["p0",{"t":["float32",[2]]}],["p0",-2]]}'
+    stream.write_frame(sent, msgspec.msgpack.encode(handoff._State(1, len(skeleton), 8)))
+    for part in (skeleton, bytes(8)):
+        stream.write_chunks(sent, memoryview(part))
+    stream.write_frame(sent, b"whole")
+    sent.seek(0)
+    with pytest.raises(stream.Broken, match="the same key twice"):
+        handoff._read_answer(sent, stream.read_frame(sent))
 
 
 async def _unread(directory: Path) -> int:
