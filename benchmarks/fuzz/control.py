@@ -51,6 +51,8 @@ RECORDS: list[journal.Record] = [
     journal.ExchangeRecord(1, 2, 24, _TICKETS),
     journal.PhaseEndRecord(2, [], 0.5),
     journal.PhaseEndRecord(1, [(72, 96)]),
+    journal.CheckpointRecord("r1", 2, 1),
+    journal.RewindRecord("r1", 2, "w0", 2),
     journal.RunRecord("job", VERSION, 1e9),
     journal.EndRecord("x", True),
 ]
@@ -58,10 +60,11 @@ _LINES = [journal.encode(record) for record in RECORDS]
 
 
 class _Journal:
-    """In memory, encoded and read back as on disk; only the last line is kept."""
+    """In memory, encoded and read back as on disk."""
 
     def __init__(self) -> None:
-        self._chain = self.lines = 0
+        self._chain = 0
+        self._records: list[journal.Record] = []
 
     def append(self, records: list[journal.Record]) -> None:
         for record in records:
@@ -69,7 +72,14 @@ class _Journal:
             _, self._chain = journal.line(payload, self._chain)
             if journal.encode(journal.decode(payload)) != payload:
                 raise AssertionError(f"{payload!r} does not read back")
-            self.lines += 1
+            self._records.append(record)
+
+    @property
+    def lines(self) -> int:
+        return len(self._records)
+
+    def history(self) -> list[journal.Record]:
+        return self._records
 
     def close(self) -> None: ...
 
@@ -233,9 +243,11 @@ def _corpus() -> tuple[list[bytes], list[bytes]]:
         m.Failed("bad", True, True),
         m.Finished(True),
         m.Finished(False),
+        m.Saved("r000000001", 0, 1),
+        m.Saved("r000000002", 50, 2),
         m.Plan(3, None),
         m.Plan(None, 1000),
-        *(m.Lines(first, _LINES[at : at + 3]) for at in range(0, 12, 3) for first in (0, 2, 9)),
+        *(m.Lines(first, _LINES[at : at + 3]) for at in range(0, 14, 3) for first in (0, 2, 9)),
     ]
     agents: list[Any] = [
         m.Enlist("", VERSION, [], 2, False),

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from benchmarks.fuzz.mutation import DEEP, INTEGERS, bent, deformed
 from benchmarks.fuzz.surface import Volley
-from pliant.tensors import handoff, stream
-from pliant.tensors.state import flattened
+from pliant.tensors import handoff, memory, stream
+from pliant.tensors.state import described, flattened, size_of
 
 TOKEN = "a token of the job"
 STATES: list[dict[str, Any]] = [
@@ -50,8 +50,9 @@ def _tensors(state: Any) -> list[Tensor]:
     return flattened(state)[1]
 
 
-def _raw(tensors: list[Tensor]) -> bytes:
-    return b"".join(bytes(handoff._bytes_of(each.contiguous())) for each in tensors)
+def raw_bytes(tensors: list[Tensor]) -> bytes:
+    """The memory of all of them, one behind the other."""
+    return b"".join(bytes(memory.bytes_of(each.contiguous())) for each in tensors)
 
 
 class HandoffSurface:
@@ -91,7 +92,7 @@ class HandoffSurface:
         found = _received(sent)
         if found is None:
             return False
-        whole = any(_raw(_tensors(found)) == _raw(_tensors(state)) for state in STATES)
+        whole = any(raw_bytes(_tensors(found)) == raw_bytes(_tensors(state)) for state in STATES)
         if not whole:
             raise AssertionError(f"a damaged state was taken over: {sent[:200]!r}")
         return True
@@ -99,7 +100,7 @@ class HandoffSurface:
     def _forged(self, chance: Random) -> bool:
         """Wrong contents with right checksums."""
         skeleton, tensors = flattened(chance.choice(STATES))
-        raw = _raw(tensors)
+        raw = raw_bytes(tensors)
         value = msgspec.json.decode(skeleton)
         for _ in range(chance.choice((0, 1, 1, 2))):
             value = deformed(chance, value)
@@ -121,11 +122,11 @@ class HandoffSurface:
         stream.write_frame(sent, msgspec.msgpack.encode(head))  # type: ignore[arg-type]
         stream.write_chunks(sent, memoryview(skeleton))
         for tensor in tensors:
-            stream.write_chunks(sent, handoff._bytes_of(tensor.contiguous()))
+            stream.write_chunks(sent, memory.bytes_of(tensor.contiguous()))
         if chance.random() < 0.8:
             stream.write_frame(sent, b"whole")
         found = _received(sent.getvalue())
-        if found is not None and _raw(_tensors(found)) != raw:
+        if found is not None and raw_bytes(_tensors(found)) != raw:
             raise AssertionError(f"a state was taken over that is not the one sent: {skeleton!r}")
         return found is not None
 
@@ -166,7 +167,7 @@ class HandoffSurface:
 
 def _described(skeleton: bytes, otherwise: int) -> int:
     try:
-        return handoff._size(msgspec.json.decode(skeleton))
+        return size_of(described(skeleton))
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, StopIteration):
         return otherwise
 

@@ -22,6 +22,7 @@ SURFACES = {
     "socket": "benchmarks.fuzz.sockets:SocketSurface",
     "journal": "benchmarks.fuzz.journals:JournalSurface",
     "handoff": "benchmarks.fuzz.handoffs:HandoffSurface",
+    "checkpoint": "benchmarks.fuzz.checkpoints:CheckpointSurface",
     "ticket": "benchmarks.fuzz.tickets:TicketSurface",
 }
 """name → class; imported when it is asked for"""

@@ -20,7 +20,7 @@ from pliant.core import journal
 from pliant.runtime.coordinator import Coordinator
 from pliant.tensors import stream
 
-INPUTS = {"control": 2400, "journal": 1200, "handoff": 3000, "ticket": 3000, "checkpoint": 500, "socket": 200}
+INPUTS = {"control": 2400, "journal": 1200, "handoff": 3000, "ticket": 3000, "checkpoint": 2000, "socket": 200}
 GROWN_BYTES = 64 << 20
 """A process whose allocator has settled grows by far less; one that keeps what it is sent by far more."""
 

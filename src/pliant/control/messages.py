@@ -21,6 +21,9 @@ Status = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 Name = Annotated[str, msgspec.Meta(max_length=100)]
 """Of a slot, a worker, a launcher, a version: ``w17.203`` is a long one."""
 
+Directory = Annotated[str, msgspec.Meta(max_length=100, pattern=r"^[0-9A-Za-z][0-9A-Za-z_-]*$")]
+"""Of a checkpoint: old ones are removed by this name, so it must not lead anywhere else."""
+
 Address = Annotated[str, msgspec.Meta(max_length=300)]
 """``host:port``; names of hosts have at most 253 characters."""
 
@@ -149,10 +152,10 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
     """A checkpoint is complete, and every member has settled what it is of. It exists once the journal names it."""
 
-    name: str
-    records: int
+    name: Directory
+    records: Count
     """journal records of the workers that lead to it"""
-    round: int
+    round: Count
 
 
 class Plan(msgspec.Struct, frozen=True, tag="plan"):

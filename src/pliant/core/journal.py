@@ -174,21 +174,21 @@ class PhaseEndRecord(msgspec.Struct, frozen=True, tag="phase_end", tag_field="ki
 class CheckpointRecord(msgspec.Struct, frozen=True, tag="checkpoint", tag_field="kind"):
     """A checkpoint is complete. It exists from here on; those that no record names do not."""
 
-    name: str
-    records: int
+    name: Name
+    records: Count
     """of the workers, before it: what it is the outcome of"""
-    round: int
+    round: Count
 
 
 class RewindRecord(msgspec.Struct, frozen=True, tag="rewind", tag_field="kind"):
     """Nobody was left who held the state: the run goes on from a checkpoint. What came after that is void."""
 
-    name: str
-    records: int
+    name: Name
+    records: Count
     """of the workers, that stay: voided ones keep their numbers"""
-    worker: str
+    worker: Name
     """who has read it"""
-    round: int
+    round: Count
     """the next one has a higher number than this: that of the checkpoint, or of the last void one"""
 
 

@@ -37,6 +37,9 @@ EVENTS_KEPT = 1000
 CHECKPOINTS_KEPT = 3
 """A damaged one is not the end."""
 
+SAVED_WAITING = 10
+"""Checkpoints that wait for the records that lead to them; one worker at a time writes one."""
+
 COMPLAINS_EVERY_S = 10.0
 """How often the user is told that the journal cannot be written."""
 
@@ -331,7 +334,7 @@ class Coordinator:
             case messages.Plan(epochs=epochs, samples=samples):
                 self._tally.plan(epochs, samples)
             case messages.Saved():
-                self._saved.append(message)
+                self._saved = [*self._saved, message][-SAVED_WAITING:]
                 self._name_checkpoints()
             case messages.Hello():
                 pass
