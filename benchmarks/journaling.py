@@ -23,7 +23,7 @@ from pliant.core.audit import audit
 from pliant.core.ledger import samples_of
 from pliant.core.rounds import Group, Mismatch, Policy
 from pliant.core.tickets import Flag, Kind, Ticket
-from pliant.runtime.journaling import JournalFile
+from pliant.runtime.journaling import JournalFile, history
 from pliant.runtime.status import Tally
 from pliant.runtime.witness import Reporter
 from pliant.types import WorkerId
@@ -37,7 +37,7 @@ QUICK, FULL = 20_000, 1_000_000
 PACES = (100.0, 80.0, 60.0, 40.0)
 MODEL = "4 workers"
 MODELS = ("small", "large")
-TRAINED = 200
+TRAINED = 100
 """Rounds of a real model, to know what a round takes without its journal."""
 
 Say = Callable[[str], None]
@@ -153,8 +153,7 @@ def audited(path: Path, *, replay: bool) -> dict[str, float]:
     """What ``pliant audit`` does, with its time."""
     gc.collect()
     began_s = time.thread_time()
-    with path.open("rb") as lines:
-        report = audit(journal.read(lines), replay=replay)
+    report = audit(history(path), replay=replay)
     cpu_s = time.thread_time() - began_s
     count = report.summary["rounds"]
     return {"cpu_s": cpu_s, "rounds": count, "problems": len(report.problems), "million_s": cpu_s / count * 1e6}

@@ -152,7 +152,7 @@ def audit(
     path = path / "journal.jsonl" if path.is_dir() else path
     if not path.is_file():
         raise UsageError(f"no journal at {path}; it is journal.jsonl in the run's directory")
-    report = audited(history(path))
+    report = audited(history(path), replay=not quick)
     if as_json:
         print(json.dumps({"problems": report.problems, **report.summary}))
     else:
