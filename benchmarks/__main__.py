@@ -61,7 +61,7 @@ def _arguments() -> argparse.Namespace:
     figure = commands.add_parser("figure", help="the picture of a results file")
     figure.add_argument("file", type=Path)
     figure.add_argument("picture", type=Path, help="an .svg or .png file to write")
-    commands.add_parser("publish", help="make the tables and pictures of docs/results.md anew from docs/results")
+    commands.add_parser("publish", help="make the tables and pictures of docs anew from docs/results")
     return parser.parse_args()
 
 
@@ -194,7 +194,8 @@ def main() -> int:
         (plot.write if results.trainings else figures.draw)(results, arguments.picture)
         return 0
     if arguments.command == "publish":
-        print("\n".join(str(file) for file in document.publish()))
+        files = [*document.publish(), *document.publish(document.RELIABILITY)]
+        print("\n".join(str(file) for file in files))
         return 0
     if arguments.command == "table":
         results = read(arguments.file)

@@ -142,7 +142,8 @@ def audit(
     path: Annotated[Path, typer.Argument(metavar="JOURNAL", help="A run's journal.jsonl, or its directory.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Samples and sums only; the decisions are not made again. Ten times as fast.")
+        bool,
+        typer.Option("--quick", help="Samples and sums only; the decisions are not made again. Ten times as fast."),
     ] = False,
 ) -> None:
     """Prove that each sample was used once per epoch, or say which were not."""
