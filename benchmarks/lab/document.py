@@ -13,6 +13,7 @@ from benchmarks.lab import figures
 from benchmarks.results import read
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "results.md"
+RELIABILITY = DOCUMENT.with_name("reliability.md")
 _TABLE = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 

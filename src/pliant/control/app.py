@@ -13,7 +13,7 @@ import contextlib
 import hmac
 import itertools
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
-from typing import Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 import uvicorn
@@ -52,14 +52,20 @@ _GAUGES = {
     "loss": "mean loss of the last training round",
 }
 
+OUTBOX_BYTES = 64 << 20
+"""Of what a peer was sent and has not read: beyond it the connection is given up, or sleepers would fill the memory."""
+
 Message = TypeVar("Message")
 Answer = Callable[[Request], Awaitable[Response]]
+
+# What msgspec raises is a ValueError, but for nesting without end.
+_NO_WISH = (ValueError, RecursionError)
 
 
 class Scaling(msgspec.Struct, frozen=True):
     """The body of ``POST /scale``."""
 
-    workers: int
+    workers: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 
 class Draining(msgspec.Struct, frozen=True):
@@ -73,11 +79,21 @@ class Peer:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.is_choked = False
+        """it does not read what it is sent"""
         self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._queued_bytes = 0
+        self._serving = asyncio.current_task()
 
     def send(self, message: FromCoordinator | ToAgent) -> None:
         """Queue one message."""
-        self._outbox.put_nowait(encode(message))
+        frame = encode(message)
+        if self._queued_bytes + len(frame) <= OUTBOX_BYTES:
+            self._queued_bytes += len(frame)
+            self._outbox.put_nowait(frame)
+        elif not self.is_choked and self._serving is not None:
+            self.is_choked = True
+            self._serving.cancel()
 
     def close(self) -> None:
         """Close the connection behind what is queued."""
@@ -88,6 +104,7 @@ class Peer:
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):
             while (frame := await self._outbox.get()) is not None:
                 await socket.send_bytes(frame)
+                self._queued_bytes -= len(frame)
             await socket.close()
 
 
@@ -154,14 +171,14 @@ def application(desk: Desk, token: str) -> Starlette:
     async def scale(request: Request) -> Response:
         try:
             wish = msgspec.json.decode(await request.body(), type=Scaling)
-        except msgspec.DecodeError:
+        except _NO_WISH:
             return _line(422, 'give the number of workers as JSON: {"workers": 4}')
         return _line(*desk.scale(wish.workers))
 
     async def drain(request: Request) -> Response:
         try:
             wish = msgspec.json.decode(await request.body(), type=Draining)
-        except msgspec.DecodeError:
+        except _NO_WISH:
             return _line(422, 'give the name of the worker as JSON: {"worker": "w1"}')
         return _line(*desk.drain(wish.worker))
 
@@ -231,10 +248,16 @@ async def _serve(
     except (WebSocketDisconnect, msgspec.DecodeError, KeyError):
         # KeyError: a text frame, in which Starlette finds no bytes.
         pass
+    except asyncio.CancelledError:
+        if not peer.is_choked:
+            raise
     finally:
         closed(peer)
         peer.close()
-        await writing
+        if peer.is_choked:
+            writing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await writing
 
 
 def _line(status: int, text: str) -> Response:
