@@ -418,13 +418,14 @@ def _opened(door: Door) -> ClientConnection:
         if door.context is None and tls.speaks_tls(*door.place, CONNECT_S):
             raise tls.wants_tls(door.address) from None
         raise RunEnded(f"what answers at {door.address} is no Pliant coordinator") from error
+    # Newer websockets insist on this; the link closes the connection itself.
+    connection = connection.__enter__()
     try:
         _prove(connection, door)
     except BaseException:
         connection.close()
         raise
-    # Newer websockets insist on this; the link closes the connection itself.
-    return connection.__enter__()
+    return connection
 
 
 def _reached(door: Door) -> Any:

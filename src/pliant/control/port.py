@@ -27,7 +27,7 @@ UNPROVEN_FRAME_BYTES = 256
 """A proof has 64."""
 
 HEADER_BYTES = 8192
-"""Of an HTTP request; ours have some 500."""
+"""Of a request that is not complete yet; ours have some 500."""
 
 ADMITTED = "pliant.admitted"
 """The ASGI extension that the application calls, with the size of frames from then on, when a proof was right."""
