@@ -715,3 +715,82 @@ def test_nobody_listens_is_still_said(tmp_path: Path) -> None:
     for way in (as_worker, as_launcher, as_person):
         with pytest.raises(RunEnded, match=r"nobody listens at 127\.0\.0\.1:1"):
             way(Access("127.0.0.1:1", TOKEN, authority))
+
+
+# -- gloo
+
+
+def listening() -> set[tuple[str, int]]:
+    """Addresses of this process's listening sockets."""
+    own: set[str] = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            own.add(str(entry.readlink()))
+    found: set[tuple[str, int]] = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in own:
+                digits, number = words[1].split(":")
+                packed = b"".join(bytes.fromhex(digits[at : at + 8])[::-1] for at in range(0, len(digits), 8))
+                found.add((str(ipaddress.ip_address(packed)), int(number, 16)))
+    return found
+
+
+class Keys:
+    """A store in memory, over which a group is formed."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._values: dict[tuple[int, str], bytes] = {}
+
+    def put(self, attempt: int, key: str, value: bytes) -> None:
+        with self._changed:
+            self._values[attempt, key] = value
+            self._changed.notify_all()
+
+    def get(self, attempt: int, key: str, timeout_s: float) -> bytes:
+        with self._changed:
+            if not self._changed.wait_for(lambda: (attempt, key) in self._values, timeout_s):
+                raise TimeoutError(key)
+            return self._values[attempt, key]
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs Linux's /proc")
+def test_a_groups_sockets_are_bound_to_the_address_of_the_control_connection() -> None:
+    import torch
+
+    from pliant.tensors.group import Gloo
+
+    keys, groups, before = Keys(), list[Gloo](), listening()
+    address = "127.0.0.3"
+
+    def form(place: int) -> None:
+        groups.append(Gloo(keys, attempt=1, place=place, members=2, address=address))
+
+    threads = [threading.Thread(target=form, args=(place,)) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    try:
+        sums = [torch.ones(3), torch.ones(3)]
+        exchanges = [group.exchange(b"x", [each]) for group, each in zip(groups, sums, strict=True)]
+        assert all(exchange.wait(WAIT_S) for exchange in exchanges)
+        assert sums[0].tolist() == [2.0] * 3
+        new = listening() - before
+        assert len(new) == 2 and {host for host, _ in new} == {address}, new
+    finally:
+        for group in groups:
+            group.leave()
+
+
+def test_the_state_is_handed_on_at_that_address_only() -> None:
+    from pliant.tensors.handoff import Donor
+
+    before = listening()
+    donor = Donor("127.0.0.3", TOKEN)
+    try:
+        assert {host for host, _ in listening() - before} == {"127.0.0.3"}
+    finally:
+        donor.close()
