@@ -12,14 +12,24 @@ from pathlib import Path
 
 import pytest
 from running import QUICK, Launcher, plain_environment, records
-from test_launch import PRELUDE
+from test_launch import PRELUDE as PRELUDE_OF_MEMBERS
 
 from pliant.launch import certificates
 from pliant.launch.directory import access
 
 pytestmark = pytest.mark.slow
 
-__all__ = ["PRELUDE"]
+PRELUDE = (
+    PRELUDE_OF_MEMBERS
+    + """
+from pathlib import Path
+from pliant.control.tls import client_context
+
+def connected():
+    context = client_context(Path(job.authority)) if job.authority else None
+    return Link.connect(job.address, job.token, job.worker, version("pliant"), context)
+"""
+)
 
 MEMBER = """
 link = joined()
@@ -142,7 +152,7 @@ data = TensorDataset(torch.randn(4000, 6), torch.randint(0, 3, (4000,)))
 model = nn.Linear(6, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 with pliant.join(model, optimizer, batch=16, state={"best": 0.0}) as run:
-    said = False
+    said, together = False, 0
     for epoch in run.epochs(200):
         for x, y in run.batches(data, size=4):
             run.backward(F.cross_entropy(model(x), y))
@@ -150,7 +160,8 @@ with pliant.join(model, optimizer, batch=16, state={"best": 0.0}) as run:
             if not said:
                 said = True
                 print("trains", flush=True)
-            if len(run.roster) == 3:
+            together += len(run.roster) == 3
+            if together == 8:
                 break
         if len(run.roster) == 3:
             run.evaluate(lambda batch: ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1])), data, size=500)
