@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -23,6 +24,8 @@ from websockets.sync.client import ClientConnection, connect
 from benchmarks.fuzz.control import SIGNATURE, VERSION, hostile_frame, speaks_for_all
 from benchmarks.fuzz.mutation import TEXTS, bent
 from benchmarks.fuzz.surface import Volley
+from pliant import proof
+from pliant.control import gate
 from pliant.control import messages as m
 from pliant.runtime.coordinator import Charter
 from pliant.runtime.service import serve
@@ -69,6 +72,8 @@ class SocketSurface:
         self._theirs = self._launched(len(SLOTS), owner=False)
 
     def _serve(self, listener: socket.socket) -> None:
+        # Strangers would only slow it down.
+        gate.LATE_S = 0.0
         charter = Charter("fuzz", "train.py", VERSION, 1)
         served = serve(charter, Path(self._directory.name), listener, TOKEN, resume=False, on_ready=self._ready.set)
         try:
@@ -107,11 +112,15 @@ class SocketSurface:
                     case _:
                         self._worker.send(m.encode(m.Beat(era, 0, 0, True, 0.1, True)))
 
-    def _connected(self, path: str, token: str = TOKEN) -> ClientConnection:
-        headers = {"Authorization": f"Bearer {token}"}
-        return connect(
-            f"ws://127.0.0.1:{self._port}/{path}", additional_headers=headers, max_size=None, open_timeout=20
-        )
+    @contextlib.contextmanager
+    def _connected(self, path: str, token: str = TOKEN) -> Iterator[ClientConnection]:
+        """A connection past the proofs; with a wrong token it is closed there."""
+        with connect(f"ws://127.0.0.1:{self._port}/{path}", max_size=None, open_timeout=20) as line:
+            theirs = proof.challenged(line.recv(timeout=20, decode=False))
+            assert theirs is not None
+            line.send(proof.answer(token, path.encode(), theirs, bytes(proof.NONCE_BYTES)))
+            line.recv(timeout=20)
+            yield line
 
     def _kept(self, path: str) -> ClientConnection:
         """A connection that lasts as long as this surface."""
@@ -163,7 +172,10 @@ class SocketSurface:
     def _ask(self, method: str, path: str, body: bytes, token: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=20)
         try:
-            connection.request(method, path, body, {"Authorization": f"Bearer {token}"})
+            connection.request("GET", "/nonce")
+            nonce = bytes.fromhex(connection.getresponse().read().decode())
+            signed = proof.authorization(token, nonce, bytes(proof.NONCE_BYTES), method, path, body)
+            connection.request(method, path, body, {"Authorization": signed})
             response = connection.getresponse()
             return response.status, response.read()
         finally:
@@ -225,7 +237,7 @@ class SocketSurface:
         request = (
             f"GET /worker HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
             f"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n"
-            f"Authorization: Bearer {TOKEN}\r\n\r\n"
+            f"Authorization: Pliant {'00' * 32}.{'00' * 32}.{'00' * 32}\r\n\r\n"
         ).encode()
         frame = b"\x82\x05" + b"\x00" * 4 + chance.randbytes(5)
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=20) as line:

@@ -12,8 +12,10 @@ from benchmarks.fuzz.control import RECORDS, SIGNATURE, VERSION, Session, Wire
 from benchmarks.fuzz.journals import chained
 from benchmarks.fuzz.surface import chance_of
 
+from pliant import proof
 from pliant.control import app, messages
 from pliant.control import messages as m
+from pliant.control.gate import Gate
 from pliant.core import journal, members
 from pliant.core.audit import audit
 from pliant.errors import JournalError
@@ -222,17 +224,30 @@ def test_a_state_with_a_key_twice_is_broken() -> None:
 class Deaf:
     """A WebSocket whose peer neither speaks nor reads."""
 
-    headers = {"authorization": "Bearer t"}
+    client = None
+
+    def __init__(self) -> None:
+        self.scope: dict[str, Any] = {"extensions": {app.ADMITTED: lambda frame_bytes: None}}
+        self._sent: list[bytes] = []
+        self._spoke = False
 
     async def accept(self) -> None: ...
     async def close(self) -> None: ...
 
     async def receive_bytes(self) -> bytes:
+        """Its proof, and then nothing."""
+        if not self._spoke:
+            self._spoke = True
+            nonce = proof.challenged(self._sent[0])
+            assert nonce is not None
+            return proof.answer("t", b"agent", nonce, bytes(32))
         await asyncio.Event().wait()
         raise AssertionError("nobody speaks")
 
     async def send_bytes(self, frame: bytes) -> None:
-        await asyncio.Event().wait()
+        self._sent.append(frame)
+        if len(self._sent) > 2:
+            await asyncio.Event().wait()
 
 
 def test_a_peer_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +259,8 @@ def test_a_peer_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) 
         ignored: Any = lambda *_: None  # noqa: E731
         peers.append(app.Peer(1))
         socket: Any = Deaf()
-        await app._serve(socket, "t", peers[0], m.decode_from_agent, ignored, ignored, closed.append)
+        role = app._Role(b"agent", 1 << 20, m.decode_from_agent, ignored, ignored, closed.append)
+        await app._serve(socket, "t", Gate(ignored), peers[0], role)
 
     async def scene() -> None:
         serving = asyncio.create_task(served())

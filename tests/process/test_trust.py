@@ -42,7 +42,7 @@ wait_for_the_end(link)
 
 
 def test_a_run_under_tls(launch: Launcher) -> None:
-    """Workers, a joiner, people's commands and a new coordinator all speak TLS; who does not is told in one line."""
+    """Launcher, worker, joiner and people's commands all speak TLS; who does not is told in one line."""
     made = launch.command("certs", "init", "certs", "--host", "trainer.example")
     assert made.wait() == 0 and "for trainer.example, localhost, 127.0.0.1" in made.output, made.output
     tls = ("--tls-cert", "certs/coordinator.pem", "--tls-key", "certs/coordinator.key", "--tls-ca", "certs/ca.pem")

@@ -53,6 +53,9 @@ AGENT_FRAME_BYTES = 1 << 20
 BODY_BYTES = 4096
 """Of a wish."""
 
+UNREAD_BYTES = 1 << 20
+"""So much of a body that is too long is read and dropped: who is still sending would not hear the answer."""
+
 MESSAGES_PER_S, BURST = 5000.0, 10000.0
 """A peer that says more is read no faster. A worker with a thousand rounds a second says half of it."""
 
@@ -350,13 +353,15 @@ class _Flow:
 
 async def _body(request: Request) -> bytes | None:
     """What was sent with a request; None if that is too much."""
-    body = b""
+    body, size = b"", 0
     with contextlib.suppress(ClientDisconnect):
         async for chunk in request.stream():
-            body += chunk
-            if len(body) > BODY_BYTES:
-                return None
-    return body
+            size += len(chunk)
+            if size <= BODY_BYTES:
+                body += chunk
+            elif size > UNREAD_BYTES:
+                break
+    return body if size <= BODY_BYTES else None
 
 
 def _line(status: int, text: str) -> Response:
