@@ -7,6 +7,7 @@
     │   └── Stopped      the coordinator itself says so, and shows the reason
     ├── JournalError     a journal is damaged, foreign or of another version
     ├── CheckpointError  a checkpoint cannot be written, or is damaged, foreign or of another version
+    ├── Diverged         a script that is replayed does something else than the journal says
     └── NonFiniteLoss    too many rounds in a row had an infinite or undefined loss
 
     Left (a SystemExit)  this worker was asked to go and has gone; the run goes on without it
@@ -71,6 +72,10 @@ class JournalError(PliantError):
 
 class CheckpointError(PliantError):
     """A checkpoint cannot be written, or cannot be trusted."""
+
+
+class Diverged(PliantError):
+    """A script that is replayed does something else than the run that the journal is of."""
 
 
 class NonFiniteLoss(PliantError):

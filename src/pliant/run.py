@@ -18,7 +18,6 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -32,6 +31,7 @@ from pliant.runtime import membership
 from pliant.runtime.membership import Membership, Offer
 from pliant.runtime.script import Opening
 from pliant.runtime.update import Training
+from pliant.tensors import weights
 from pliant.tensors.randomness import MICRO_BATCH, seed_everything, stream
 from pliant.types import WorkerId
 
@@ -230,7 +230,7 @@ class Run:
     @property
     def is_leader(self) -> bool:
         """Whether this worker prints and writes for the group."""
-        return self.era > 0 and self.roster[0] == self.worker
+        return self.era > 0 and self._worker.writes and self.roster[0] == self.worker
 
     @property
     def progress(self) -> float:
@@ -401,17 +401,7 @@ class Run:
         if not self.is_leader:
             return
         with self.plain_weights():
-            tensors: dict[str, Tensor] = {}
-            seen: set[int] = set()
-            for name, tensor in self._model.state_dict().items():
-                # Shared parameters are stored once, under their first name.
-                if tensor.data_ptr() not in seen or tensor.numel() == 0:
-                    seen.add(tensor.data_ptr())
-                    tensors[name] = tensor.detach().contiguous()
-            # Whoever reads it meanwhile finds the old one, or the whole new one.
-            part = Path(f"{path}.part")
-            save_file(tensors, str(part))
-            part.replace(path)
+            weights.save(self._model, Path(path), {"round": str(self.round)})
 
     # -- the end
 

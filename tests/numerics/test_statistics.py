@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import pliant
+from pliant.tensors.buffers import Buffers
 from pliant.testing import Together, together
 
 
@@ -368,3 +369,21 @@ def test_users_state_is_the_leaders() -> None:
     results = together(3, script)
     assert results[0] == results[1] == results[2]
     assert results[0][:2] == (0.5, 0.0) and results[0][3]
+
+
+def test_who_is_left_alone_shows_its_own_statistics() -> None:
+    """The last merged ones grow old when there is nobody to merge with."""
+    torch.manual_seed(0)
+    model = nn.BatchNorm1d(3)
+    buffers = Buffers(model)
+    buffers.grow(0b111)
+    model(torch.randn(4, 3))
+    buffers.merge(buffers.hand_in(4.0, leader=True), 4.0)
+    model(torch.randn(4, 3) + 1.0)
+    own = [value.clone() for value in model.buffers()]
+    buffers.exchange()
+    assert not torch.equal(own[0], model.running_mean), "the group's are shown"
+    buffers.exchange()
+    buffers.go_alone()
+    buffers.exchange()
+    assert all(torch.equal(mine, shown) for mine, shown in zip(own, model.buffers(), strict=True))

@@ -10,6 +10,7 @@ Source    ours; docs/design/0003-journal.md.
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Union
@@ -43,6 +44,10 @@ class RunRecord(msgspec.Struct, frozen=True, tag="run", tag_field="kind"):
     library: str
     started_unix_s: float
     version: Count = VERSION
+    script: str = ""
+    """the digest of the script's file; empty: not known (a module)"""
+    arguments: str = ""
+    """the digest of its arguments"""
 
 
 class EntryLine(msgspec.Struct, frozen=True, array_like=True):
@@ -51,6 +56,8 @@ class EntryLine(msgspec.Struct, frozen=True, array_like=True):
     active: bool
     dropped: list[Count]
     kept: list[Count]
+    points: list[tuple[Count, Count, Count, Count]] = []
+    """where the dropped contributions were computed (``tickets.Point``): look-ahead points were built from them"""
 
 
 class EraRecord(msgspec.Struct, frozen=True, tag="era", tag_field="kind", omit_defaults=True):
@@ -77,6 +84,10 @@ class PolicyRecord(msgspec.Struct, frozen=True, tag="policy", tag_field="kind"):
     samples_limit: Count | None = None
     trial: Count = 0
     """rounds for which a delay is tried, where it is decided from round to round"""
+    settings: dict[str, str] = {}
+    """all that the scripts must agree on, as text"""
+    parameters: str = ""
+    """what is trained: how many tensors and numbers, and a checksum of their names, shapes and types"""
 
 
 class PhaseRecord(msgspec.Struct, frozen=True, tag="phase", tag_field="kind", omit_defaults=True):
@@ -114,6 +125,8 @@ class TicketLine(msgspec.Struct, frozen=True, array_like=True):
     squared_norm: float
     scale: float
     flags: Count
+    point: tuple[Count, Count, Count, Count] | None = None
+    """where it was computed (``tickets.Point``); None: it went along, or was written by an older Pliant"""
 
 
 class RoundRecord(msgspec.Struct, frozen=True, tag="round", tag_field="kind", omit_defaults=True):
@@ -213,6 +226,12 @@ Record = Union[  # noqa: UP007 - msgspec reads it at run time
     RewindRecord,
     EndRecord,
 ]
+
+
+def digest_of(*parts: bytes) -> str:
+    """A short name for contents, the same for the same ones."""
+    return hashlib.sha256(b"".join(b"%d " % len(part) + part for part in parts)).hexdigest()[:16]
+
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)

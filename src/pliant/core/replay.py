@@ -40,6 +40,8 @@ class Replay:
     def __init__(self) -> None:
         self.rounds = 0
         """rounds and exchanges that were decided again"""
+        self.outcome: Settled | None = None
+        """of the last of them"""
         self._group: Group | None = None
         self._agreed = False
         """the policy is known"""
@@ -54,6 +56,11 @@ class Replay:
         self._resumed = False
         """a state was read from a checkpoint, and no script is where it was yet"""
         self._lost = False
+
+    @property
+    def group(self) -> Group | None:
+        """The state after the records so far."""
+        return self._group
 
     def take(self, record: Record) -> list[str]:
         """What differs between the record and the decision code's answer; nothing after the first difference."""
@@ -212,6 +219,7 @@ class Replay:
         if isinstance(decision, Mismatch):
             return [f"{where}: {decision.reason}"]
         self._group, outcome = decision
+        self.outcome = outcome
         self.rounds += 1
         if outcome.ended:
             self._ended = outcome

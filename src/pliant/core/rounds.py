@@ -20,7 +20,7 @@ from pliant.core import dealing, goodput, ledger, noise, overlap, pace, rates
 from pliant.core.ledger import Ledger
 from pliant.core.pace import Pacing
 from pliant.core.shares import apportion, cut
-from pliant.core.tickets import Flag, Kind, Ticket
+from pliant.core.tickets import Flag, Kind, Point, Ticket
 from pliant.types import Span, WorkerId
 
 # An infinite loss now and then is a known cost of low precision; twenty rounds in a row never recover.
@@ -461,6 +461,8 @@ class Entry:
     """micro-batches handed in and not settled: lost with the failed sum"""
     kept: tuple[int, ...] = ()
     """micro-batches accumulated since"""
+    points: tuple[Point, ...] = ()
+    """where what is dropped was computed"""
 
 
 def switched(group: Group, era: int, roster: Sequence[WorkerId]) -> Group:

@@ -45,6 +45,41 @@ class Flag(enum.IntFlag):
 
 
 @dataclass(frozen=True, slots=True)
+class Point:
+    """Where in the weights a contribution was computed; ``pliant replay`` goes there again.
+
+    Its first micro-batches were computed at one point. The rest, if any, at the plain weights of a later round: its
+    share grew when it was due, and was made up after the update.
+    """
+
+    early: int = 0
+    """micro-batches at the first point"""
+    early_round: int = 0
+    """the last settled round when the first of them was drawn (void numbers count)"""
+    late_round: int = 0
+    """the same for the last one of the rest; 0: there is no rest"""
+    ahead: bool = False
+    """the first point is the look-ahead from this worker's contribution before this one"""
+    fresh: bool = False
+    """it was handed in after the update of the last settled round, not on the way to it"""
+    handed_in: bool = False
+
+    @property
+    def packed(self) -> tuple[int, int, int, int]:
+        bits = self.ahead | self.fresh << 1 | self.handed_in << 2
+        return self.early, self.early_round, self.late_round, bits
+
+
+def point(early: int, early_round: int, late_round: int, bits: int) -> Point:
+    """The inverse of ``Point.packed``."""
+    return Point(early, early_round, late_round, bool(bits & 1), bool(bits & 2), bool(bits & 4))
+
+
+NOWHERE = Point()
+"""of a ticket that goes along"""
+
+
+@dataclass(frozen=True, slots=True)
 class Ticket:
     """One worker's part of one round. Times are seconds, ``pace`` follows from samples and ``busy_s``."""
 
@@ -91,9 +126,10 @@ class Ticket:
     """the last round the norm of whose mean gradient this worker has taken; 0: none"""
     measured_norm: float = 0.0
     """that norm, squared, before clipping"""
+    point: Point = NOWHERE
 
 
-_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqd")
+_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqdqqqB")
 
 
 def packed_size(bits: int) -> int:
@@ -131,6 +167,7 @@ def pack(ticket: Ticket, bitmap: int, bits: int) -> bytes:
         ticket.momentum,
         ticket.measured_round,
         ticket.measured_norm,
+        *ticket.point.packed,
     )
     return head + bitmap.to_bytes((bits + 7) // 8, "little")
 
@@ -140,5 +177,5 @@ def unpack(data: bytes) -> tuple[Ticket, int]:
     if len(data) < _FIELDS.size:
         raise ValueError(f"{len(data)} bytes are no ticket")
     era, number, phase, kind, flags, *rest = _FIELDS.unpack_from(data)
-    ticket = Ticket(era, number, phase, Kind(kind), Flag(flags), *rest)
+    ticket = Ticket(era, number, phase, Kind(kind), Flag(flags), *rest[:-4], point=point(*rest[-4:]))
     return ticket, int.from_bytes(data[_FIELDS.size :], "little")

@@ -83,7 +83,7 @@ class Agent:
         self._directory = directory
         self._access = access
         self._tls = trust.asked(access)
-        self._slots = Slots(spec, directory, access, ui.output, self._exited)
+        self._slots = Slots(spec, directory, access, ui.output, self._exited, owns=coordination is not None)
         self._coordination = coordination
         if coordination is not None:
             coordination.died = self._coordinator_died

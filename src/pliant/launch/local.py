@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pliant.control.messages import Over
+from pliant.core import journal
 from pliant.launch import directory as run_directory
 from pliant.launch import trust
 from pliant.launch.directory import HOST, NO_TLS, Access, Trust
@@ -116,6 +117,8 @@ def _charter(spec: JobSpec, directory: Path) -> bytes:
     charter = {
         "job": directory.name,
         "script": Path(spec.script).name,
+        "script_digest": "" if spec.module else journal.digest_of(Path(spec.script).read_bytes()),
+        "arguments_digest": journal.digest_of(*(argument.encode() for argument in spec.args)),
         "workers": spec.workers,
         "dead_after_s": spec.dead_after_s,
         "min_workers": spec.min_workers,

@@ -32,9 +32,13 @@ class Slots:
         access: Access,
         show: Callable[[str, str, Stream], None],
         ended: Callable[[Exited], None],
+        *,
+        owns: bool = False,
     ) -> None:
+        """``owns``: the run in ``directory`` is this launcher's own."""
         self._spec = spec
         self._logs = directory / LOGS
+        self._run = str(directory) if owns else ""
         self._access = access
         self._show = show
         self._ended = ended
@@ -67,6 +71,7 @@ class Slots:
             each(spec.sizes, place, None),
             grace_s=spec.grace_s,
             authority=str(self._access.authority or ""),
+            directory=self._run,
         )
         process = WorkerProcess(slot, self._logs / f"{slot}.log", self._seen, self._show, self._exited)
         self._processes[slot] = process

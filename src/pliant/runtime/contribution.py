@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from pliant.core.tickets import Point
+
 
 class Contribution:
     """Running sums; times are seconds of the worker's clock."""
 
     __slots__ = (
+        "_ahead",
+        "_early",
+        "_early_round",
+        "_late_round",
         "_loss",
         "_pending",
-        "closed",
         "cpu_start_s",
         "idle_s",
         "micro_batches",
@@ -33,9 +38,21 @@ class Contribution:
         self.weight = 0.0
         self._loss: Tensor | float = 0.0
         self._pending = 0
+        self._early = self._early_round = self._late_round = 0
+        self._ahead = False
 
-    def draw(self, samples: int, cpu_s: float) -> None:
-        """A micro-batch is given to the user's loop. It counts as spent even if the loop passes over it."""
+    def draw(self, samples: int, cpu_s: float, settled: int = 0, *, ahead: bool = False) -> None:
+        """A micro-batch is given to the user's loop. It counts as spent even if the loop passes over it.
+
+        ``settled``: the last settled round; ``ahead``: the model is at the look-ahead point.
+        """
+        if not self.micro_batches:
+            self._early_round, self._ahead = settled, ahead
+        # A look-ahead point is left with an update only, whatever number is void meanwhile.
+        if ahead if self._ahead else settled == self._early_round:
+            self._early += 1
+        else:
+            self._late_round = settled
         self.micro_batches += 1
         self.samples += samples
         self.cpu_start_s = cpu_s
@@ -52,6 +69,12 @@ class Contribution:
         self.weight += weight
         self._pending = 0
         self._loss = self._loss + loss_sum
+
+    def point(self, *, fresh: bool) -> Point:
+        """Where it was computed; ``fresh``: it is handed in after the last settled round's update."""
+        early = min(self._early, self.micro_batches)
+        late_round = self._late_round if early < self.micro_batches else 0
+        return Point(early, self._early_round, late_round, self._ahead, fresh, handed_in=True)
 
     def loss_total(self) -> float:
         return float(self._loss)

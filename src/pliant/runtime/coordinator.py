@@ -65,6 +65,8 @@ class Charter:
     min_workers: int = 1
     max_workers: int | None = None
     grace_s: float = members.GRACE_S
+    script_digest: str = ""
+    arguments_digest: str = ""
 
     @property
     def rules(self) -> members.Rules:
@@ -142,7 +144,14 @@ class Coordinator:
         self._happenings: deque[Happening] = deque(maxlen=EVENTS_KEPT)
         if records is None:
             self._state = roster.gathered(charter.rules, term, charter.dead_after_s, now_s)
-            self._write([journal.RunRecord(charter.job, charter.version, started_unix_s)])
+            started = journal.RunRecord(
+                charter.job,
+                charter.version,
+                started_unix_s,
+                script=charter.script_digest,
+                arguments=charter.arguments_digest,
+            )
+            self._write([started])
         else:
             self._state = self._resumed(records, term, now_s, rewind=rewind)
 

@@ -27,8 +27,8 @@ __all__ = [
 
 _ADDRESS, _TOKEN, _WORKER = "PLIANT_ADDRESS", "PLIANT_TOKEN", "PLIANT_WORKER"
 _AUTHORITY = "PLIANT_TLS_CA"
-_PACE, _SIZE, _GRACE = "PLIANT_PACE", "PLIANT_SIZE", "PLIANT_GRACE"
-_OF_A_JOB = (_ADDRESS, _TOKEN, _AUTHORITY, _WORKER, _PACE, _SIZE, _GRACE)
+_PACE, _SIZE, _GRACE, _DIRECTORY = "PLIANT_PACE", "PLIANT_SIZE", "PLIANT_GRACE", "PLIANT_DIRECTORY"
+_OF_A_JOB = (_ADDRESS, _TOKEN, _AUTHORITY, _WORKER, _PACE, _SIZE, _GRACE, _DIRECTORY)
 _THREADS = "OMP_NUM_THREADS"
 
 
@@ -39,6 +39,7 @@ class Job:
     ``pace`` below 1 emulates a slower device; ``size`` overrides ``batches``' own; ``grace_s`` is how long the worker
     may take to go when it is asked to. ``authority`` is the file with the certificate authority of a run whose
     coordinator speaks TLS.
+    ``directory`` is the run's, where this process can write to it.
     """
 
     address: str
@@ -48,6 +49,7 @@ class Job:
     size: int | None = None
     grace_s: float = 30.0
     authority: str = ""
+    directory: str = ""
 
 
 def is_worker() -> bool:
@@ -79,6 +81,7 @@ def job_from(environ: Mapping[str, str]) -> Job | None:
         size=_size(environ.get(_SIZE, "")),
         grace_s=float(environ.get(_GRACE, "30")),
         authority=environ.get(_AUTHORITY, ""),
+        directory=environ.get(_DIRECTORY, ""),
     )
 
 
@@ -90,6 +93,8 @@ def environment_of(job: Job) -> dict[str, str]:
         variables[_SIZE] = str(job.size)
     if job.authority:
         variables[_AUTHORITY] = job.authority
+    if job.directory:
+        variables[_DIRECTORY] = job.directory
     return variables
 
 

@@ -20,14 +20,14 @@ from pliant.control.client import Position
 from pliant.control.messages import EraPlan
 from pliant.core import rounds
 from pliant.core.rounds import Entry, Group, Past, Standing
-from pliant.core.tickets import Kind
+from pliant.core.tickets import NOWHERE, Kind, point
 from pliant.runtime import takeover
 from pliant.runtime.place import Place, Seat
 from pliant.runtime.takeover import Recipient, Takeover
 from pliant.runtime.update import Training
 from pliant.types import WorkerId
 
-_ENTRY = struct.Struct("<qqqqqq")
+_ENTRY = struct.Struct("<qqqqqqqqqBqqqB")
 # A loop over batches, and an evaluate inside it.
 _DEPTH = 2
 
@@ -58,12 +58,17 @@ def packed_entry(entry: Entry) -> bytes:
     dropped, kept = (
         (*values, *(0,) * (_DEPTH - len(values))) for values in (entry.dropped[:_DEPTH], entry.kept[:_DEPTH])
     )
-    return _ENTRY.pack(entry.active, len(entry.kept), *dropped, *kept)
+    points = (*entry.points, *(NOWHERE,) * (_DEPTH - len(entry.points)))[:_DEPTH]
+    return _ENTRY.pack(
+        entry.active, len(entry.kept), *dropped, *kept, *(number for point in points for number in point.packed)
+    )
 
 
 def unpacked_entry(data: bytes) -> Entry:
     active, depth, *counts = _ENTRY.unpack(data)
-    return Entry(bool(active), tuple(counts[:_DEPTH][:depth]), tuple(counts[_DEPTH:][:depth]))
+    points = [point(*counts[at : at + 4]) for at in range(2 * _DEPTH, len(counts), 4)]
+    dropped, kept = counts[:_DEPTH], counts[_DEPTH : 2 * _DEPTH]
+    return Entry(bool(active), tuple(dropped[:depth]), tuple(kept[:depth]), tuple(points[:depth]))
 
 
 class Donor(Protocol):

@@ -22,13 +22,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pliant.control.client import Link
 from pliant.control.messages import Signature
 from pliant.control.tls import client_context
-from pliant.core import rounds
+from pliant.core import journal, rounds
 from pliant.core.endings import QUIET_EXIT
 from pliant.core.rounds import Policy, Standing
 from pliant.errors import Left, PliantError, RunEnded, Stopped
@@ -40,7 +41,7 @@ from pliant.runtime.takeover import install_state, stated
 from pliant.runtime.update import Training
 from pliant.runtime.witness import Nobody, Reporter
 from pliant.runtime.worker import Worker
-from pliant.tensors import checkpoint, cuda, handoff
+from pliant.tensors import checkpoint, cuda, handoff, weights
 from pliant.tensors import group as groups
 from pliant.tensors import state as states
 from pliant.types import WorkerId
@@ -77,12 +78,21 @@ class Offer:
 class Membership:
     """This process's place in a run."""
 
-    def __init__(self, worker: Worker, size: int | None, carried: dict[str, Any], eras: Eras | None = None) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        size: int | None,
+        carried: dict[str, Any],
+        eras: Eras | None = None,
+        at_end: Callable[[], None] | None = None,
+    ) -> None:
         self.worker = worker
         self.size = size
         """largest micro-batch of this worker, where the launcher sets one"""
         self.carried = carried
         self._eras = eras
+        self._at_end = at_end
+        """what to do with the final state before it is the script's alone"""
 
     @property
     def link(self) -> Any:
@@ -110,6 +120,8 @@ class Membership:
         except BaseException:
             self.worker.close()
             raise
+        if self._at_end is not None:
+            self._at_end()
         self.worker.close()
         if self.link is None:
             self.worker.finished()
@@ -165,8 +177,23 @@ def alone(offer: Offer) -> Membership:
     return Membership(worker, None, offer.carried)
 
 
+_appointed: list[Callable[[Offer], Membership]] = []
+
+
+@contextmanager
+def appointed(enroll: Callable[[Offer], Membership]) -> Iterator[None]:
+    """For scripts that run in this process meanwhile: how their ``join`` finds its place."""
+    _appointed.append(enroll)
+    try:
+        yield
+    finally:
+        _appointed.pop()
+
+
 def enrolled(offer: Offer) -> Membership:
     """The membership in the job that the environment names; a group of one if it names none."""
+    if _appointed:
+        return _appointed[-1](offer)
     job = current_job()
     if job is None:
         return alone(offer)
@@ -180,7 +207,7 @@ def enrolled(offer: Offer) -> Membership:
 
 def turned_away(error: PliantError) -> None:
     """What the script asks for is refused before it has a place: in a job, say so there and end the process."""
-    job = current_job()
+    job = None if _appointed else current_job()
     if job is not None:
         _depart(_connected(job), error)
 
@@ -211,7 +238,7 @@ def _entered(job: Job, link: Link, offer: Offer) -> Membership:
         eras.place.link.close()
         return placed(_connected(job))
 
-    witness = Reporter(link)
+    witness = Reporter(link, described.settings, summary(described))
     eras = Eras(
         placed(link),
         donor,
@@ -238,7 +265,18 @@ def _entered(job: Job, link: Link, offer: Offer) -> Membership:
     _leave_on_sigterm(worker)
     if not link.mailbox.welcome.running:
         worker.found()
-    return Membership(worker, job.size, offer.carried, eras)
+    return Membership(worker, job.size, offer.carried, eras, lambda: _leave_weights(worker, offer.model, job.directory))
+
+
+def _leave_weights(worker: Worker, model: nn.Module, directory: str) -> None:
+    """The leader writes the final weights beside the journal: `pliant replay` compares with them."""
+    if not directory or worker.group.roster[0] != worker.me:
+        return
+    try:
+        with worker.training.plain():
+            weights.save(model, Path(directory) / weights.FINAL, {"round": str(worker.group.round)})
+    except (OSError, SafetensorError) as error:
+        print(f"pliant: the final weights are not in {directory}: {error}", file=sys.stderr)
 
 
 def _end_after(grace_s: float) -> Callable[[], None]:
@@ -319,6 +357,15 @@ def taken_over(channel: Any, offer: Offer, look: Callable[[], None] = lambda: No
     if channel.place > 0:
         install_state(outer, theirs[""])
         install_state(offer.carried["state"], theirs["state"])
+
+
+def summary(described: Signature) -> str:
+    """The trained parameters in a few words, which differ where any name, shape or type does."""
+    numbers = sum(math.prod(shape) for _, shape, _ in described.parameters)
+    checksum = journal.digest_of(
+        *(repr((name, list(shape), dtype)).encode() for name, shape, dtype in described.parameters)
+    )
+    return f"{len(described.parameters)} tensors, {numbers} numbers, {checksum}"
 
 
 def signature(model: nn.Module, optimizer: Optimizer, agreed: dict[str, str]) -> Signature:

@@ -152,6 +152,11 @@ class Training:
         if self.lookahead is not None and self.lookahead.due:
             self.lookahead.go(self._hyper(factor))
 
+    @property
+    def ahead(self) -> bool:
+        """Whether the model is at a look-ahead point."""
+        return self.lookahead is not None and self.lookahead.away
+
     def cancel_look_ahead(self) -> None:
         """The update that was to be looked ahead to is not coming."""
         if self.lookahead is not None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from pliant.core import journal, ledger, rounds
 from pliant.core.rounds import Entry, Group, Settled
-from pliant.core.tickets import Flag, Kind, Ticket
+from pliant.core.tickets import NOWHERE, Flag, Kind, Ticket
 from pliant.types import Span
 
 
@@ -77,8 +77,10 @@ class Lines(Protocol):
 class Reporter:
     """The witness of a worker in a job."""
 
-    def __init__(self, link: Lines) -> None:
+    def __init__(self, link: Lines, settings: Mapping[str, str] | None = None, parameters: str = "") -> None:
+        """``settings``, ``parameters``: what all scripts agree on, see ``journal.PolicyRecord``."""
         self._link = link
+        self._settings, self._parameters = dict(settings or {}), parameters
         self._held: list[bytes] = []
         self.records = 0
         """records made so far, by whichever worker"""
@@ -143,7 +145,7 @@ class Reporter:
     def opened(self, group: Group, openings: list[Ticket]) -> None:
         """All workers entered a phase; before the first one, and after a change, the policy is written."""
         self.confirmed()
-        policy = _policy(group)
+        policy = _policy(group, self._settings, self._parameters)
         if policy != self._announced:
             self._write(policy)
             self._announced = policy
@@ -209,10 +211,12 @@ class Reporter:
 
 
 def _entry(entry: Entry) -> journal.EntryLine:
-    return journal.EntryLine(entry.active, list(entry.dropped), list(entry.kept))
+    return journal.EntryLine(
+        entry.active, list(entry.dropped), list(entry.kept), [point.packed for point in entry.points]
+    )
 
 
-def _policy(group: Group) -> journal.PolicyRecord:
+def _policy(group: Group, settings: dict[str, str], parameters: str) -> journal.PolicyRecord:
     policy = group.policy
     return journal.PolicyRecord(
         batch=policy.batch,
@@ -223,6 +227,8 @@ def _policy(group: Group) -> journal.PolicyRecord:
         momentum=policy.momentum,
         samples_limit=group.samples_limit,
         trial=policy.trial,
+        settings=settings,
+        parameters=parameters,
     )
 
 
@@ -246,4 +252,5 @@ def _line(ticket: Ticket, spans: Sequence[Span]) -> journal.TicketLine:
         squared_norm=ticket.squared_norm if math.isfinite(ticket.squared_norm) else 0.0,
         scale=ticket.scale,
         flags=int(ticket.flags),
+        point=None if ticket.point is NOWHERE or not ticket.point.handed_in else ticket.point.packed,
     )

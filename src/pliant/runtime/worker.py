@@ -64,6 +64,8 @@ class Flight:
         self.merged = merged
         self.drawn = drawn
         """micro-batches it consists of"""
+        self.point = tickets.NOWHERE
+        """where they were computed"""
         self.gathered: tuple[list[Ticket], int] | None = None
         """the tickets, where they were gathered first"""
         self.leaving = False
@@ -74,6 +76,9 @@ class Flight:
 
 class Worker:
     """One member of the group."""
+
+    writes = True
+    """whether it prints and writes for the group while it leads; who replays a run does not"""
 
     def __init__(
         self,
@@ -322,7 +327,8 @@ class Worker:
                     start = self._clock()
                     self.training.look_ahead(self.group.rate.factor)
                     self._cost_s += self._clock() - start
-                self._contribution.draw(samples_of(micro_batch), time.thread_time())
+                cpu_s, ahead = time.thread_time(), self.training.ahead
+                self._contribution.draw(samples_of(micro_batch), cpu_s, self.group.round, ahead=ahead)
                 self._progress()
                 return micro_batch
             self._settle_or_hand_in()
@@ -555,7 +561,10 @@ class Worker:
         return [m for m, standing in enumerate(self.group.standings) if standing is not Standing.FOLLOWING]
 
     def _hand_in(self, flags: Flag, *, returning: bool = False) -> None:
-        """Start the summation of the contribution and begin the next one."""
+        """Start the summation of the contribution and begin the next one.
+
+        ``returning``: the round just settled is still to be applied, and its buffer comes back then.
+        """
         mine, phase = self._contribution, self.group.phase
         # First: it may find that the era is over, and nothing must have been given away then.
         ticket = self._ticket(phase.kind, flags)
@@ -588,12 +597,14 @@ class Worker:
             loss_sum=mine.loss_total(),
             squared_norm=squared_norm,
             scale=self.training.scale,
+            point=mine.point(fresh=not returning) if phase.kind is Kind.TRAIN else tickets.NOWHERE,
         )
         packed = tickets.pack(ticket, bitmap, self.training.bits)
         drawn = mine.micro_batches
         self._contribution = Contribution(self._clock())
         self._flight = Flight(None, filled, merged, drawn)
         self._flight.leaving = bool(ticket.flags & Flag.LEAVING)
+        self._flight.point = ticket.point
         self._flight.summation = self._started(lambda: self._channel.exchange(packed, sums))
 
     def _given_away(self, weight: float, *, overlap: bool, returning: bool) -> tuple[Buffer | None, Tensor | None]:
@@ -1170,7 +1181,8 @@ class Worker:
         if self._suspended:
             pairs.append((self._contribution, self._flight))
         dropped = tuple(flight.drawn if flight else 0 for _, flight in pairs)
-        return Entry(True, dropped, tuple(contribution.micro_batches for contribution, _ in pairs))
+        points = tuple(flight.point if flight else tickets.NOWHERE for _, flight in pairs)
+        return Entry(True, dropped, tuple(contribution.micro_batches for contribution, _ in pairs), points)
 
     def _keep_contributions(self, depth: int) -> None:
         """What was in flight is lost; what was accumulated since goes on, in the phases that go on."""

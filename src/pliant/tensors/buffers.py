@@ -11,7 +11,7 @@ Source    ours; docs/design/0004-numerics.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +69,21 @@ class Buffers:
         """The bitmap of buffers this worker has changed since it joined."""
         pairs = zip(self._tensors, self._versions, strict=True)
         return sum(1 << index for index, (tensor, version) in enumerate(pairs) if tensor._version != version)
+
+    def held(self) -> list[Tensor]:
+        """A copy of what the buffers hold now."""
+        return [tensor.detach().clone() for tensor in self._tensors]
+
+    @torch.no_grad()
+    def show(self, values: Sequence[Tensor]) -> None:
+        """Let the buffers hold these values; that is no change of this worker's."""
+        for tensor, value in zip(self._tensors, values, strict=True):
+            tensor.copy_(value)
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def merged(self) -> list[Tensor]:
+        """The group's last merged values; where there is none, what the buffer holds now."""
+        return [self._merged.get(index, tensor).detach().clone() for index, tensor in enumerate(self._tensors)]
 
     def training_bits(self) -> int:
         """The bitmap of running statistics that the coming forward passes will change."""

@@ -197,6 +197,16 @@ class Gradients:
         elif filled is not None:
             self._show()
 
+    def fill(self, buffer: Buffer, *, begun: bool) -> None:
+        """Accumulate in ``buffer`` from now on; ``begun``: it has a part of the contribution already."""
+        self._begin()
+        self._filling = buffer
+        if begun:
+            self._show()
+            self._versions = [view._version for view in buffer.views]
+        else:
+            self._attach()
+
     def discard(self) -> None:
         """Forget the contribution in progress (a ``break`` cut it off)."""
         if self._making is not None:

@@ -75,6 +75,17 @@ class LookAhead:
                 torch.mul(gradient, scale, out=copy)
 
     @torch.no_grad()
+    def depart_from(self, weights: Sequence[Tensor]) -> None:
+        """What was parked was parked at these weights; only where the last displacement is repeated does it matter."""
+        if self.repeats:
+            torch._foreach_copy_(self._copy, list(weights))
+
+    @property
+    def repeats(self) -> bool:
+        """Whether there is no exact peek for this optimizer."""
+        return self._peek is None
+
+    @torch.no_grad()
     def go(self, hyper: Sequence[dict[str, Any]]) -> None:
         """Keep the plain weights aside and move to the look-ahead point.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pliant.core import journal
+from pliant.core import journal, score
 from pliant.core.audit import audit
 from pliant.core.rounds import Entry, Group, Settled, Standing
 from pliant.core.tickets import Kind, Ticket
@@ -166,6 +166,8 @@ class Checker:
         """The run is over."""
         report = audit(self._records, replay=True)
         self.require(not report.problems, "audit: " + "; ".join(report.problems[:3]))
+        gaps = score.gaps(score.score(self._records))
+        self.require(not gaps, "replay: " + "; ".join(gaps[:3]))
         if not completed:
             return
         self.require(bool(self._ends), "the run completed, but no worker came to its end")

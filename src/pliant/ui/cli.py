@@ -183,6 +183,35 @@ def audit(
     raise typer.Exit(1 if report.problems else 0)
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def replay(
+    path: Annotated[Path, typer.Argument(metavar="JOURNAL", help="A run's journal.jsonl, or its directory.")],
+    script: Annotated[Path, typer.Argument(help="The script of that run; all that follows are its arguments.")],
+    args: Annotated[list[str] | None, typer.Argument(help="The arguments it was run with.")] = None,
+    until: Annotated[int | None, typer.Option(min=1, metavar="ROUND", help="Stop after this round.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="Compare with this file of run.save (default: the run's own, if it is there).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+) -> None:
+    """Compute a run again on one process, and compare. Options come before JOURNAL."""
+    from pliant.ui import replaying
+
+    path = path / "journal.jsonl" if path.is_dir() else path
+    if not path.is_file():
+        raise UsageError(f"no journal at {path}; it is journal.jsonl in the run's directory")
+    if not script.is_file():
+        raise UsageError(f"no script at {script}; give the path of the training script")
+    if weights is not None and not weights.is_file():
+        raise UsageError(f"no weights at {weights}; give a file that run.save wrote")
+    findings = replaying.replay(path, script, args or (), until=until, weights=weights)
+    if as_json:
+        print(json.dumps(replaying.as_json(findings)))
+    else:
+        print("\n".join(replaying.text(findings)))
+    raise typer.Exit(0 if findings.agrees else 1)
+
+
 @app.command()
 def status(
     directory: Directory = None,
