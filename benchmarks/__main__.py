@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import harvest, overhead, report
+from benchmarks.chaos import schedule as chaos
 from benchmarks.convergence import plot
 from benchmarks.convergence import schedule as convergence
 from benchmarks.judge import judge, read_targets
@@ -48,6 +49,9 @@ def _arguments() -> argparse.Namespace:
             command.add_argument("--spot-trace", type=Path, metavar="FILE", help=f"CSV of GPU counts; or {SPOT_TRACE}")
         if name == "convergence":
             command.add_argument("--seeds", type=int, metavar="N", help="so many instead of the usual number")
+        if name == "chaos":
+            command.add_argument("--minutes", type=float, default=10.0, metavar="M", help="how long faults happen")
+            command.add_argument("--seed", type=int, default=0, metavar="S", help="which faults, and when")
     table = commands.add_parser("table", help="the tables of a results file as markdown")
     table.add_argument("file", type=Path)
     figure = commands.add_parser("figure", help="the picture of a results file")
@@ -142,6 +146,16 @@ def _theory(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, f
     return results, frozenset(name for trial in trials for name in (trial.system, trial.model, trial.act))
 
 
+def _chaos(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
+    kinds = chaos.kinds(arguments.only)
+    facts = _one_thread()
+    undisturbed = chaos.QUICK_UNDISTURBED if arguments.quick else chaos.UNDISTURBED
+    plan = chaos.Plan(60 * arguments.minutes, arguments.seed, undisturbed=undisturbed, kinds=kinds)
+    found = chaos.measure(plan, say)
+    results = Results("chaos", arguments.quick, facts, trials=found.trials, curves=found.curves, notes=found.notes)
+    return results, frozenset({chaos.SYSTEM, chaos.MODEL, "chaos"})
+
+
 def _one_thread() -> Machine:
     """A stack of seeds is too small to share among threads, and two of these may run side by side."""
     import torch
@@ -159,6 +173,7 @@ MEASURES = {
     "elastic-processes": _real,
     "delay": _delayed,
     "scaling-theory": _theory,
+    "chaos": _chaos,
 }
 
 

@@ -8,6 +8,7 @@ from statistics import fmean, median
 
 from rich.table import Table
 
+from benchmarks.chaos import tables as chaos
 from benchmarks.convergence import tables as convergence
 from benchmarks.judge import Verdict, harvest_of, judge, middle, read_targets
 from benchmarks.lab import tables as lab
@@ -209,6 +210,8 @@ def sheets(results: Results) -> list[Sheet]:
         return [Sheet(title, columns, tuple(rows)) for title, columns, rows in convergence.tables(results)]
     if results.benchmark == "recovery":
         return _recovery_sheets(results)
+    if results.benchmark == "chaos":
+        return chaos.sheets(results)
     if results.benchmark in lab.SHEETS:
         return lab.SHEETS[results.benchmark](results)
     return _overhead_sheets(results) + _memory_sheets(results) + _statistics_sheets(results)

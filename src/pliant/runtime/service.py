@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +33,12 @@ TICK_S = 0.05
 
 FAREWELL_S = 1.0
 """How long launchers may take to hear that the run is over."""
+
+WRITE_AGAIN_S = 0.5
+"""How often a coordinator that takes a lost one's place tries a disk that is full."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""What may pass: somebody makes room."""
 
 JOURNAL, TERM, LOCK = "journal.jsonl", "term", "lock"
 
@@ -51,7 +59,7 @@ async def serve(
     ``rewind``: everybody was lost, its launcher included, and it goes on from its last checkpoint.
     """
     with _locked(directory), contextlib.ExitStack() as stack:
-        coordinator, journal_file = _coordinator(charter, directory, resume, repeat, rewind)
+        coordinator, journal_file = await _begun(charter, directory, resume, repeat, rewind)
         stack.callback(journal_file.close)
         server = Server(application(coordinator, token))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -62,6 +70,24 @@ async def serve(
             finally:
                 server.should_exit = True
                 await serving
+
+
+async def _begun(
+    charter: Charter, directory: Path, resume: bool, repeat: bool, rewind: bool
+) -> tuple[Coordinator, JournalFile]:
+    """The coordinator; one that takes a lost one's place waits for a disk that is full: the workers train meanwhile."""
+    told = False
+    while True:
+        try:
+            return _coordinator(charter, directory, resume, repeat, rewind)
+        except OSError as error:
+            if not resume or error.errno not in NO_ROOM:
+                raise
+            if not told:
+                with contextlib.suppress(OSError):
+                    print(f"cannot write to {directory}: {error.strerror}; waiting", file=sys.stderr, flush=True)
+                told = True
+            await asyncio.sleep(WRITE_AGAIN_S)
 
 
 def _coordinator(
