@@ -57,7 +57,7 @@ def _arguments() -> argparse.Namespace:
     figure = commands.add_parser("figure", help="the picture of a results file")
     figure.add_argument("file", type=Path)
     figure.add_argument("picture", type=Path, help="an .svg or .png file to write")
-    commands.add_parser("publish", help="make the tables and pictures of docs/results.md anew from docs/results")
+    commands.add_parser("publish", help="make the tables and pictures of the documents anew from docs/results")
     return parser.parse_args()
 
 
@@ -184,7 +184,7 @@ def main() -> int:
         (plot.write if results.trainings else figures.draw)(results, arguments.picture)
         return 0
     if arguments.command == "publish":
-        print("\n".join(str(file) for file in document.publish()))
+        print("\n".join(str(file) for each in document.DOCUMENTS for file in document.publish(each)))
         return 0
     if arguments.command == "table":
         results = read(arguments.file)

@@ -7,18 +7,22 @@ Holds     What was stopped, cut off or filled is put right after its time, and e
 """
 
 import heapq
+import math
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.stage import Stage, Worker
 from benchmarks.chaos.train import DEAD_AFTER_S
+from benchmarks.waiting import POLL_S
 from pliant.errors import PliantError
 from pliant.launch import asking
+from pliant.runtime.status import Status
 
 FEWEST, MOST = 4, 6
 SAFE = 2  # workers that train and are left alone
@@ -43,10 +47,14 @@ class Deeds:
     total_losses: bool
     done: list[Done] = field(default_factory=list)
     _due: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _over: threading.Event = field(default_factory=threading.Event)
     _stopped: set[int] = field(default_factory=set)
     _cut: set[str] = field(default_factory=set)
     _full: int = 0
     _number: int = 0
+    _asked_at: int = -1
+    _answer: Status | None = None
 
     @property
     def holding(self) -> bool:
@@ -71,16 +79,33 @@ class Deeds:
             "cut": self._link,
             "total": self._total,
         }[fault.kind]
-        at_s = time.monotonic()
+        self._asked_at = -1
         did = deed(fault)
+        at_s = time.monotonic()
         if did is not None:
             held_s = fault.length * DEAD_AFTER_S if did == fault.kind else 0.0
             self.done.append(Done(did, at_s, held_s, fault.kind))
 
-    def tend(self, *, all_of_it: bool = False) -> None:
-        """Put right what is due."""
-        while self._due and (all_of_it or self._due[0][0] <= time.monotonic()):
-            heapq.heappop(self._due)[2]()
+    @contextmanager
+    def tended(self) -> Iterator[None]:
+        """A thread puts right what is due, whatever else waits for an answer; everything at the end."""
+        tending = threading.Thread(target=self._tend)
+        tending.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            tending.join()
+
+    def _tend(self) -> None:
+        while not self._over.wait(POLL_S):
+            self._put_right(time.monotonic())
+        self._put_right(math.inf)
+
+    def _put_right(self, until_s: float) -> None:
+        with self._lock:
+            while self._due and self._due[0][0] <= until_s:
+                heapq.heappop(self._due)[2]()
 
     def _later(self, length: float, right: Callable[[], None]) -> None:
         self._number += 1
@@ -97,7 +122,7 @@ class Deeds:
         free = self._free()
         if self.total_losses:
             return free
-        status = self.stage.status()
+        status = self._status()
         training = {each.slot for each in status.workers if each.state == "training"} if status is not None else set()
         # The owner's host is never cut off, so these can go on whatever happens to the links.
         able = [one for one in free if one.slot in training and one.host == self.stage.network.hosts[0]]
@@ -108,8 +133,14 @@ class Deeds:
 
     def _wanted(self) -> int:
         """How many workers the run is to have."""
-        status = self.stage.status()
+        status = self._status()
         return sum(each.state not in _GONE for each in status.workers) if status is not None else FEWEST
+
+    def _status(self) -> Status | None:
+        """As of this fault: without a coordinator the answer takes its time."""
+        if self._asked_at != len(self.done):
+            self._asked_at, self._answer = len(self.done), self.stage.status()
+        return self._answer
 
     # what
 
@@ -151,9 +182,10 @@ class Deeds:
             self._stopped.discard(victim.pid)
             self._signal(victim, signal.SIGCONT, "")
 
-        self._stopped.add(victim.pid)
-        self._later(fault.length, go_on)
-        return self._signal(victim, signal.SIGSTOP, fault.kind)
+        with self._lock:
+            self._stopped.add(victim.pid)
+            self._later(fault.length, go_on)
+            return self._signal(victim, signal.SIGSTOP, fault.kind)
 
     def _term(self, fault: Fault) -> str | None:
         victims = self._victims(fault)
@@ -162,7 +194,7 @@ class Deeds:
         return self._signal(victims[int(fault.pick * len(victims))], signal.SIGTERM, "term")
 
     def _drain(self, fault: Fault) -> str | None:
-        status, slots = self.stage.status(), {one.slot for one in self._victims(fault)}
+        status, slots = self._status(), {one.slot for one in self._victims(fault)}
         names = [one.name for one in status.workers if one.state == "training" and one.slot in slots] if status else []
         if not names or self._wanted() <= FEWEST:
             return self._more(fault)
@@ -208,9 +240,10 @@ class Deeds:
             if not self._full:
                 medium.empty()
 
-        self._full += 1
-        self._later(fault.length, empty)
-        medium.fill()
+        with self._lock:
+            self._full += 1
+            self._later(fault.length, empty)
+            medium.fill()
         return "disk"
 
     def _link(self, fault: Fault) -> str | None:
@@ -224,9 +257,10 @@ class Deeds:
             self._cut.discard(host)
             self.stage.network.restore(host)
 
-        self._cut.add(host)
-        self._later(fault.length, restore)
-        self.stage.network.cut(host)
+        with self._lock:
+            self._cut.add(host)
+            self._later(fault.length, restore)
+            self.stage.network.cut(host)
         return fault.kind
 
     def _signal(self, worker: Worker, number: signal.Signals, kind: str) -> str:

@@ -104,5 +104,5 @@ def hosts(count: int) -> Iterator[Hosts]:
             ip("-n", switch, "link", "set", port, "up")
             ip("-n", name, "address", "add", f"{SUBNET}.{index + 1}/24", "dev", INTERFACE)
             ip("-n", name, "link", "set", INTERFACE, "up")
-        with ThreadPoolExecutor(1, initializer=_enter, initargs=(names[0],)) as first:
+        with ThreadPoolExecutor(2, initializer=_enter, initargs=(names[0],)) as first:
             yield Hosts(names, first)

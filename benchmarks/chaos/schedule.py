@@ -96,13 +96,11 @@ def _disturbed(run: Stage, plan: Plan, say: Say) -> tuple[list[Done], int]:
     deeds = Deeds(run, run.checkpoints is not None)
     watch = Watch(run)
     begins_s = time.monotonic()
-    try:
+    with deeds.tended():
         for fault in drawn(plan.seed, plan.seconds, _kinds(run, plan), plan.every_s):
             _strike(deeds, watch, fault, begins_s, say)
         while time.monotonic() < begins_s + plan.seconds:
             _pass(deeds, watch)
-    finally:
-        deeds.tend(all_of_it=True)
     quiet_s = time.monotonic() + QUIET_S
     while time.monotonic() < quiet_s:
         _pass(deeds, watch)
@@ -127,7 +125,6 @@ def _strike(deeds: Deeds, watch: "Watch", fault: Fault, begins_s: float, say: Sa
 
 
 def _pass(deeds: Deeds, watch: "Watch") -> None:
-    deeds.tend()
     watch.look(deeds.holding)
     time.sleep(POLL_S)
 

@@ -1,4 +1,4 @@
-"""docs/results.md: its tables and pictures from the results beside it.
+"""docs/results.md and docs/reliability.md: their tables and pictures from the results beside them.
 
 Question  Does the document say what was measured?
 Holds     Between ``<!-- table:NAME -->`` and ``<!-- /table -->`` stands what results/NAME.json gives and nothing else;
@@ -12,7 +12,8 @@ from benchmarks import report
 from benchmarks.lab import figures
 from benchmarks.results import read
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "results.md"
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENTS = DOCS / "results.md", DOCS / "reliability.md"
 _TABLE = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -31,7 +32,7 @@ def written(text: str, folder: Path) -> str:
     return _TABLE.sub(lambda found: found[1] + tables(folder / f"{found[2]}.json") + found[3], text)
 
 
-def publish(document: Path = DOCUMENT) -> list[Path]:
+def publish(document: Path) -> list[Path]:
     """Make the document's tables and the pictures it shows anew; which files were written."""
     folder = document.parent / "results"
     text = document.read_text()
