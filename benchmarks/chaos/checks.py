@@ -19,6 +19,14 @@ from pliant.core import journal
 
 RUN_FILES = {"journal.jsonl", "address", "token", "charter.json", "logs", "term", "lock"}
 REPLAY_S = 3600.0
+BOUNDS = {
+    "problems": 0.0,
+    "other_weights": 0.0,
+    "replay": 1e-9,
+    "left_processes": 0.0,
+    "left_sockets": 0.0,
+    "left_files": 0.0,
+}
 
 
 @dataclass(slots=True)

@@ -10,12 +10,14 @@ import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from inspect import signature
 from statistics import median
 
+import pliant
 from benchmarks.chaos import checks, pauses
 from benchmarks.chaos.deeds import Deeds, Done
 from benchmarks.chaos.faults import EVERY_S, NAMES, Fault, drawn
-from benchmarks.chaos.stage import Stage, Trouble, knows, stage
+from benchmarks.chaos.stage import Stage, Trouble, stage
 from benchmarks.results import Curve, Trial
 from benchmarks.waiting import POLL_S, wait_for
 
@@ -23,7 +25,7 @@ SYSTEM, MODEL = "pliant", "digits"
 UNDISTURBED, QUICK_UNDISTURBED = 8, 3
 HERE, AWAY = 3, 2
 TRAINING_S = 120.0
-STALLED_S = 60.0
+STALLED_S = 240.0  # all workers start anew on a busy machine
 QUIET_S = 5.0
 AHEAD = 2  # epochs between the word that the run is to end and its end
 POINTS = 400  # of a curve
@@ -57,7 +59,7 @@ def measure(plan: Plan, say: Say) -> Outcome:
     notes = [f"seed {plan.seed}", f"{plan.seconds / 60:g} minutes of faults, one about every {plan.every_s:g} s"]
     trials: list[Trial] = []
     curves: tuple[Curve, ...] = ()
-    checkpoints = knows("--resume", "run")
+    checkpoints = "checkpoint" in signature(pliant.join).parameters
     if not checkpoints:
         notes.append("no total losses: this version has no checkpoints")
     try:
@@ -66,6 +68,9 @@ def measure(plan: Plan, say: Say) -> Outcome:
             done, epochs = _disturbed(run, plan, say)
             curves = _judged(run, done, found, trials)
             say(f"checked: {_told(found.figures)}")
+            if any(found.figures.get(name, 0.0) > bound for name, bound in checks.BOUNDS.items()):
+                run.keep = True
+                say(f"kept: {run.work}")
     except Trouble as trouble:
         say(f"failed: {trouble}")
         trials.append(Trial(SYSTEM, MODEL, "chaos", plan.seed, failure=str(trouble)))
@@ -93,6 +98,9 @@ def _disturbed(run: Stage, plan: Plan, say: Say) -> tuple[list[Done], int]:
         away = run.network.hosts[1:] or run.network.hosts
         run.join(away[number % len(away)])
     _until(run, "the first epoch", lambda: (_epoch(run) or 0) >= 1)
+    kept = run.checkpoints
+    if kept is not None:
+        _until(run, "the first checkpoint", lambda: kept.is_dir() and any(kept.iterdir()))
     deeds = Deeds(run, run.checkpoints is not None)
     watch = Watch(run)
     begins_s = time.monotonic()

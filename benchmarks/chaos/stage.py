@@ -113,6 +113,8 @@ class Stage:
     disk: Disk | None
     checkpoints: Path | None
     device_ms: str = DEVICE_MS
+    keep: bool = False
+    """its files stay: something is wrong with them"""
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     launchers: list[Launched] = field(default_factory=list)
     _known: dict[int, Worker] = field(default_factory=dict)
@@ -301,11 +303,18 @@ def stage(seed: int, notes: list[str], *, surroundings: bool = True, checkpoints
         except BaseException as error:
             built.dump()
             built.sweep()
-            kept = work / "kept"
-            if place != work:
-                shutil.copytree(place, kept, dirs_exist_ok=True)
+            _copied(place, work)
             if isinstance(error, Trouble):
                 raise Trouble(f"{error} (kept: {work})") from error
             raise
         built.sweep()
-    shutil.rmtree(work, ignore_errors=True)
+        if built.keep:
+            _copied(place, work)
+    if not built.keep:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _copied(place: Path, work: Path) -> None:
+    """What is on a disk of our own goes with it."""
+    if place != work:
+        shutil.copytree(place, work / "kept", dirs_exist_ok=True)

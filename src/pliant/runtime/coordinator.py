@@ -594,7 +594,9 @@ class Coordinator:
             self._ending = end, until_s
             return
         if self._unwritten:
-            end = events.Ended(f"{end.reason}; its journal could not be written to the end", False, end.exit_status or 1)
+            end = events.Ended(
+                f"{end.reason}; its journal could not be written to the end", False, end.exit_status or 1
+            )
         self._journal.close()
         self.end, self._ending = end, None
         self._describe()
