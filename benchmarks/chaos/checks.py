@@ -17,8 +17,9 @@ from benchmarks.chaos.stage import Stage, cli, environment, knows
 from benchmarks.differences import quantile
 from pliant.core import journal
 
-RUN_FILES = {"journal.jsonl", "address", "token", "charter.json", "logs", "term", "lock"}
+RUN_FILES = {"journal.jsonl", "address", "token", "charter.json", "logs", "term", "lock", "weights.safetensors"}
 REPLAY_S = 3600.0
+FAILED = 1e9  # a check that could not be made: worse than any bound, and a number that JSON knows
 BOUNDS = {
     "problems": 0.0,
     "other_weights": 0.0,
@@ -44,7 +45,7 @@ def audited(stage: Stage, found: Found) -> None:
     try:
         report = json.loads(told.stdout)
     except json.JSONDecodeError:
-        found.figures["problems"] = math.inf
+        found.figures["problems"] = FAILED
         found.notes.append(f"audit: {(told.stdout + told.stderr).strip().splitlines()[-1:]}")
         return
     # A status other than 0 without a problem would be a problem of its own.
@@ -91,7 +92,8 @@ def replayed(stage: Stage, found: Found) -> None:
     again = stage.work / "again"
     again.mkdir()
     (again / "last-epoch").write_text((stage.out / "last-epoch").read_text())
-    line = cli("replay", str(stage.journal), *stage.script)
+    weights = stage.out / "weights.safetensors"
+    line = cli("replay", "--json", "--weights", str(weights), str(stage.journal), *stage.script)
     try:
         told = subprocess.run(
             line, capture_output=True, text=True, check=False, cwd=again, env=environment(stage.mark), timeout=REPLAY_S
@@ -99,13 +101,18 @@ def replayed(stage: Stage, found: Found) -> None:
     except subprocess.TimeoutExpired:
         found.notes.append(f"replay: not done within {REPLAY_S:g} s")
         return
-    said = (told.stdout + told.stderr).strip()
-    difference = re.search(r"difference\D*([0-9.]+(?:e-?\d+)?)", said)
-    if told.returncode or difference is None:
-        found.figures["replay"] = math.inf
-        found.notes.append(f"replay: status {told.returncode}: {' / '.join(said.splitlines()[-3:])}")
-    else:
-        found.figures["replay"] = float(difference[1])
+    try:
+        findings = json.loads(told.stdout.strip().splitlines()[-1])
+        apart = [findings[name]["relative"] for name in ("weights", "largest") if findings[name] is not None]
+        found.figures["replay"] = float(findings["weights"]["relative"])
+        found.figures["replay_tickets"] = float(max(apart))
+        if not findings["agrees"]:
+            found.figures["replay"] = FAILED
+            found.notes.append(f"replay: first difference {findings['first']}")
+    except (IndexError, KeyError, TypeError, ValueError):
+        found.figures["replay"] = FAILED
+        said = (told.stdout + told.stderr).strip().splitlines()[-2:]
+        found.notes.append(f"replay: status {told.returncode}: {' / '.join(said)[:400]}")
 
 
 def left_behind(stage: Stage, processes: int, found: Found) -> None:

@@ -9,8 +9,10 @@ Holds     Faults stop before the end, so that the run ends by itself. If it ends
 import math
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from inspect import signature
+from pathlib import Path
 from statistics import median
 
 import pliant
@@ -29,6 +31,7 @@ STALLED_S = 240.0  # all workers start anew on a busy machine
 QUIET_S = 5.0
 AHEAD = 2  # epochs between the word that the run is to end and its end
 POINTS = 400  # of a curve
+SETTLING_S, LONG_S = 10.0, 60.0  # what a process opens at first says nothing; what has lived so long can leak
 
 Say = Callable[[str], None]
 
@@ -65,7 +68,7 @@ def measure(plan: Plan, say: Say) -> Outcome:
     try:
         with stage(plan.seed, notes, surroundings=plan.surroundings, checkpoints=checkpoints) as run:
             found = checks.Found(notes=notes)
-            done, epochs = _disturbed(run, plan, say)
+            done, epochs = _disturbed(run, plan, found, say)
             curves = _judged(run, done, found, trials)
             say(f"checked: {_told(found.figures)}")
             if any(found.figures.get(name, 0.0) > bound for name, bound in checks.BOUNDS.items()):
@@ -91,7 +94,7 @@ def _kinds(run: Stage, plan: Plan) -> frozenset[str]:
     return frozenset(kinds)
 
 
-def _disturbed(run: Stage, plan: Plan, say: Say) -> tuple[list[Done], int]:
+def _disturbed(run: Stage, plan: Plan, found: checks.Found, say: Say) -> tuple[list[Done], int]:
     """Let the run start, the faults happen, and the run end; what was done, and the last epoch."""
     run.start(HERE)
     for number in range(AWAY):
@@ -118,6 +121,7 @@ def _disturbed(run: Stage, plan: Plan, say: Say) -> tuple[list[Done], int]:
     while not run.ended:
         _pass(deeds, watch)
     run.await_end()
+    found.figures |= watch.grown()
     return deeds.done, last
 
 
@@ -138,10 +142,11 @@ def _pass(deeds: Deeds, watch: "Watch") -> None:
 
 
 class Watch:
-    """Notices that the run has ended, or stands still."""
+    """Notices that the run has ended, or stands still; counts the descriptors of its launcher and its workers."""
 
     def __init__(self, run: Stage) -> None:
         self._run = run
+        self._open: dict[int, list[tuple[float, int]]] = {}
         self._size = -1
         self._moved_s = self._looked_s = time.monotonic()
 
@@ -150,6 +155,7 @@ class Watch:
         if now_s - self._looked_s < 1.0:
             return
         self._looked_s = now_s
+        self._count(now_s)
         size = sum(path.stat().st_size for path in self._run.out.glob("stamps-*"))
         if size != self._size or held:
             self._size, self._moved_s = size, now_s
@@ -158,6 +164,26 @@ class Watch:
             raise Trouble(f"the run ended by itself: {self._run.last_words()}")
         if now_s - self._moved_s > STALLED_S and not self._run.ended:
             raise Trouble(f"no update for {STALLED_S:g} s: {self._run.last_words()}")
+
+    def _count(self, now_s: float) -> None:
+        for pid in (self._run.owner.pid, *(worker.pid for worker in self._run.workers())):
+            with suppress(OSError):
+                self._open.setdefault(pid, []).append((now_s, len(list(Path(f"/proc/{pid}/fd").iterdir()))))
+
+    def grown(self) -> dict[str, float]:
+        """By how many descriptors the launcher, and the worst worker that lived long, have grown; half against half."""
+
+        def growth(seen: list[tuple[float, int]]) -> float:
+            later = [(at_s, count) for at_s, count in seen if at_s - seen[0][0] > SETTLING_S]
+            half = len(later) // 2
+            return median(n for _, n in later[half:]) - median(n for _, n in later[:half]) if half else 0.0
+
+        long = [seen for seen in self._open.values() if seen[-1][0] - seen[0][0] > LONG_S]
+        owner = self._open.get(self._run.owner.pid, [])
+        return {
+            "launcher_descriptors": growth(owner) if owner else 0.0,
+            "worker_descriptors": max((growth(seen) for seen in long), default=0.0),
+        }
 
 
 def _until(run: Stage, what: str, condition: Callable[[], bool]) -> None:
