@@ -120,7 +120,7 @@ def left_behind(stage: Stage, processes: int, found: Found) -> None:
     found.figures["left_processes"] = float(processes)
     sockets = stage.network.listening()
     found.figures["left_sockets"] = float(len(sockets))
-    pids = {path.name.removeprefix("worker-") for path in stage.out.glob("worker-*")}
+    pids = {str(pid) for pid in stage.known}
     files = [str(path) for path in (stage.work / "tmp").iterdir()]
     files += [str(path) for path in stage.run.iterdir() if path.name not in RUN_FILES]
     files += [str(path) for path in Path("/dev/shm").iterdir() if pids & set(re.findall(r"\d+", path.name))]

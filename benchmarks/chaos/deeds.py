@@ -46,6 +46,8 @@ class Deeds:
     stage: Stage
     total_losses: bool
     done: list[Done] = field(default_factory=list)
+    nothing: int = 0
+    """faults that found nobody to hit"""
     _due: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _over: threading.Event = field(default_factory=threading.Event)
@@ -82,7 +84,9 @@ class Deeds:
         self._asked_at = -1
         did = deed(fault)
         at_s = time.monotonic()
-        if did is not None:
+        if did is None:
+            self.nothing += 1
+        else:
             held_s = fault.length * DEAD_AFTER_S if did == fault.kind else 0.0
             self.done.append(Done(did, at_s, held_s, fault.kind))
 
@@ -206,13 +210,20 @@ class Deeds:
     def _join(self, fault: Fault) -> str | None:
         if self._wanted() >= MOST:
             return self._drain(fault)
+        there = {worker.host for worker in self.stage.workers()}
         away = self.stage.network.hosts[1:] or self.stage.network.hosts
+        away = [host for host in away if host not in there] or away
         self.stage.join(away[int(fault.pick * len(away))])
         return "join"
 
     def _more(self, fault: Fault) -> str | None:
         """In place of a fault that would leave too few."""
-        return self._asked("scale", "/scale", {"workers": MOST}) if self._wanted() < MOST else None
+        if self._wanted() >= MOST:
+            return None
+        there = {worker.host for worker in self.stage.workers()}
+        if set(self.stage.network.hosts) - there:
+            return self._join(fault)
+        return self._asked("scale", "/scale", {"workers": MOST})
 
     def _asked(self, kind: str, path: str, wish: dict[str, object]) -> str | None:
         try:

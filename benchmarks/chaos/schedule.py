@@ -117,6 +117,7 @@ def _disturbed(run: Stage, plan: Plan, found: checks.Found, say: Say) -> tuple[l
         _pass(deeds, watch)
     last = (_epoch(run) or 0) + AHEAD
     run.finish(last)
+    found.figures["nothing"] = float(deeds.nothing)
     say(f"{len(deeds.done)} faults done; the run ends after epoch {last}")
     while not run.ended:
         _pass(deeds, watch)

@@ -35,6 +35,7 @@ from pliant.launch import directory as run_directory
 from pliant.runtime.status import Status
 
 MARK = "PLIANT_CHAOS_MARK"
+SLOT = b"PLIANT_WORKER="
 HOSTS = 3
 DEVICE_MS = "60"  # of a micro-batch, nearly all of it asleep: five workers and more on two cores
 GRACE_S = 10.0
@@ -74,15 +75,18 @@ def environment(mark: str) -> dict[str, str]:
     }
 
 
+def _environments() -> Iterator[tuple[int, list[bytes]]]:
+    """Of all live processes that can be looked into."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                yield int(entry.name), (entry / "environ").read_bytes().split(b"\0")
+
+
 def marked(mark: str) -> list[int]:
     """Live processes that carry the mark."""
     wanted = f"{MARK}={mark}".encode()
-    found: list[int] = []
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError):
-            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return [pid for pid in found if is_alive(pid)]
+    return [pid for pid, found in _environments() if wanted in found and is_alive(pid)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,8 @@ class Stage:
     """its files stay: something is wrong with them"""
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     launchers: list[Launched] = field(default_factory=list)
-    _known: dict[int, Worker] = field(default_factory=dict)
+    known: dict[int, Worker] = field(default_factory=dict)
+    """all workers that were ever seen, by process number"""
 
     @property
     def out(self) -> Path:
@@ -182,14 +187,15 @@ class Stage:
         return " / ".join(lines[-3:]) or "it said nothing"
 
     def workers(self) -> list[Worker]:
-        """Processes that have begun their script and live, in the order of their slots."""
-        for file in self.out.glob("worker-*"):
-            pid = int(file.name.removeprefix("worker-"))
-            slot = file.read_text()
-            if pid not in self._known and slot:
-                self._known[pid] = Worker(slot, pid, self._host_of(pid))
-        alive = [worker for worker in self._known.values() if is_alive(worker.pid)]
-        return sorted(alive, key=lambda worker: (int(worker.slot.removeprefix("w") or 0), worker.pid))
+        """The live processes of all slots, those that have just been started too, in the order of the slots."""
+        wanted, found = f"{MARK}={self.mark}".encode(), list[Worker]()
+        for pid, variables in _environments():
+            slots = [each.removeprefix(SLOT) for each in variables if each.startswith(SLOT)]
+            if slots and wanted in variables and is_alive(pid):
+                if pid not in self.known:
+                    self.known[pid] = Worker(slots[0].decode(), pid, self._host_of(pid))
+                found.append(self.known[pid])
+        return sorted(found, key=lambda worker: (int(worker.slot.removeprefix("w") or 0), worker.pid))
 
     def trains(self, worker: Worker) -> bool:
         """Whether it has computed within the last moments: it holds the state."""

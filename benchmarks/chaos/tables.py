@@ -32,6 +32,7 @@ CHECKS = (
 COUNTS = (
     ("minutes", "minutes"),
     ("faults", "faults"),
+    ("nothing", "drawn faults that found nobody to hit"),
     ("rounds", "rounds"),
     ("samples", "samples"),
     ("eras", "eras"),

@@ -3,8 +3,8 @@
 Question  When was each update applied, and do all workers end with the same weights?
 Holds     Only the public interface is used. Double precision, dropout and noisy inputs: a replay has to draw the same
           numbers. The run ends after the epoch that the file ``last-epoch`` names, which is written some epochs ahead:
-          the same on all workers, and in a replay. Files are written to the working directory: ``worker-PID`` (the
-          slot), ``stamps-PID`` (when this process saw how many samples), ``final-PID.json``, ``weights.safetensors``.
+          the same on all workers, and in a replay. Files are written to the working directory: ``stamps-PID`` (when the
+          process saw how many samples), ``final-PID.json``, ``weights.safetensors``.
           ``CHAOS_DEVICE_MS`` emulates slow, unequal devices: what there is to compute would be over at once.
 """
 
@@ -83,7 +83,6 @@ def is_last(epoch: int) -> bool:
 
 def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # where does it hang?
-    Path(f"worker-{os.getpid()}").write_text(os.environ.get("PLIANT_WORKER", "alone"))
     digits, seed = load_file(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     torch.manual_seed(seed)
