@@ -27,7 +27,9 @@ BOUNDS = {
     "left_processes": 0.0,
     "left_sockets": 0.0,
     "left_files": 0.0,
+    "gap_worst_s": 60.0,
 }
+"""Beyond these the run's files are kept."""
 
 
 @dataclass(slots=True)

@@ -80,6 +80,7 @@ class Deeds:
             "blink": self._link,
             "cut": self._link,
             "total": self._total,
+            "launcher": self._launcher,
         }[fault.kind]
         self._asked_at = -1
         did = deed(fault)
@@ -168,8 +169,17 @@ class Deeds:
             self._signal(worker, signal.SIGKILL, "total")
         return "total"
 
+    def _launcher(self, fault: Fault) -> str | None:
+        with self._lock:
+            full = bool(self._full)
+        if full:
+            # Nobody can start anything on a full disk; the next one may.
+            return None
+        self.stage.resume()
+        return "launcher"
+
     def _host(self, fault: Fault) -> str | None:
-        joined = [one for one in self.stage.launchers[1:] if one.process.poll() is None]
+        joined = [one for one in self.stage.joined if one.process.poll() is None]
         if not joined or self._wanted() <= FEWEST:
             return self._more(fault)
         # ``ip netns exec`` becomes the launcher: its number is the launcher's.

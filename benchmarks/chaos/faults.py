@@ -27,6 +27,7 @@ NAMES = {
     "blink": "a host's link cut, restored before `dead_after`",
     "cut": "a host's link cut, restored after `dead_after`",
     "total": "SIGKILL of all workers at once",
+    "launcher": "SIGKILL of the launcher that owns the run; `pliant run --resume`",
 }
 WEIGHTS = {
     "kill": 5,
@@ -43,6 +44,7 @@ WEIGHTS = {
     "blink": 1,
     "cut": 2,
     "total": 1,
+    "launcher": 0.5,
 }
 LENGTHS = {"nap": (0.1, 0.7), "doze": (1.2, 3.0), "blink": (0.1, 0.7), "cut": (1.2, 4.0), "disk": (0.1, 2.0)}
 """in units of ``dead_after``"""

@@ -86,7 +86,7 @@ def measure(plan: Plan, say: Say) -> Outcome:
 def _kinds(run: Stage, plan: Plan) -> frozenset[str]:
     kinds = set(plan.kinds or NAMES)
     if run.checkpoints is None:
-        kinds -= {"total"}
+        kinds -= {"total", "launcher"}
     if run.disk is None:
         kinds -= {"disk"}
     if len(run.network.hosts) == 1:

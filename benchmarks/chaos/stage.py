@@ -121,6 +121,8 @@ class Stage:
     """its files stay: something is wrong with them"""
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     launchers: list[Launched] = field(default_factory=list)
+    _owners: list[int] = field(default_factory=list)
+    """which of them have owned the run, the present one last"""
     known: dict[int, Worker] = field(default_factory=dict)
     """all workers that were ever seen, by process number"""
 
@@ -134,7 +136,12 @@ class Stage:
 
     @property
     def owner(self) -> subprocess.Popen[bytes]:
-        return self.launchers[0].process
+        return self.launchers[self._owners[-1]].process
+
+    @property
+    def joined(self) -> list[Launched]:
+        """The launchers that only joined."""
+        return [one for number, one in enumerate(self.launchers) if number not in self._owners]
 
     @property
     def script(self) -> list[str]:
@@ -144,14 +151,26 @@ class Stage:
 
     # starting
 
-    def start(self, workers: int) -> None:
+    def start(self, workers: int, *options: str) -> None:
         """The owner of the run."""
-        words = ["run", "-n", str(workers), "--dir", str(self.run), "--grace", str(GRACE_S)]
+        words = ["run", "-n", str(workers), "--dir", str(self.run), "--grace", str(GRACE_S), *options]
         if self.network.hosts[0]:
             words += ["--host", self.network.address, *(["--insecure"] if knows("--insecure", "run") else [])]
+        before = self._address()
+        self._owners.append(len(self.launchers))
         self._launch(self.network.hosts[0], cli(*words, *self.script))
-        if not wait_for(lambda: (self.run / run_directory.ADDRESS).exists() or self.ended, START_S) or self.ended:
+        if not wait_for(lambda: self._address() != before or self.ended, START_S) or self.ended:
             raise Trouble(f"the run did not start: {self.last_words()}")
+
+    def resume(self) -> None:
+        """Kill the owner, with its workers and the coordinator, and let another one go on with the run."""
+        self.owner.kill()
+        self.owner.wait()
+        self.start(3, "--resume")
+
+    def _address(self) -> str:
+        file = self.run / run_directory.ADDRESS
+        return file.read_text() if file.exists() else ""
 
     def join(self, host: str) -> None:
         """One more worker, from that host."""
@@ -183,7 +202,8 @@ class Stage:
         return self.owner.poll() is not None
 
     def last_words(self) -> str:
-        lines = (self.work / "launcher-0.log").read_text(errors="replace").strip().splitlines()
+        log = self.work / f"launcher-{self._owners[-1]}.log"
+        lines = log.read_text(errors="replace").strip().splitlines()
         return " / ".join(lines[-3:]) or "it said nothing"
 
     def workers(self) -> list[Worker]:

@@ -9,7 +9,7 @@ from benchmarks.chaos.stage import knows
 
 pytestmark = pytest.mark.slow
 
-SEED, KINDS = 6, frozenset(NAMES) - {"total"}
+SEED, KINDS = 6, frozenset(NAMES) - {"total", "launcher"}
 """draws kills, a stop, a drain, joins, a scaling, the coordinator, full disks and a cut link"""
 
 
