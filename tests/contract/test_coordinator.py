@@ -17,6 +17,7 @@ from websockets.asyncio.client import connect
 
 from pliant.control import messages as m
 from pliant.core import events, journal
+from pliant.runtime import service
 from pliant.runtime.coordinator import Charter, Coordinator
 from pliant.runtime.journaling import JournalFile, Numbered
 from pliant.runtime.service import serve
@@ -416,6 +417,25 @@ def test_a_run_that_is_over_waits_for_its_journal(room: bool) -> None:
     over = scene.agent.last(m.Over)
     assert over.completed is room and over.exit_status == (0 if room else 1)
     assert isinstance(disk[-1], journal.EndRecord) is room
+
+
+def test_a_coordinator_waits_for_room_to_take_a_lost_ones_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    JournalFile(tmp_path / "journal.jsonl").append([journal.RunRecord("job", "0.1.0", 0.0)])
+    raised, full = service._raised_term, [True, True, False]
+
+    def on_a_full_disk(directory: Path) -> int:
+        if full.pop(0):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return raised(directory)
+
+    monkeypatch.setattr(service, "_raised_term", on_a_full_disk)
+    monkeypatch.setattr(service, "WRITE_AGAIN_S", 0.01)
+    coordinator, file = asyncio.run(service._begun(CHARTER, tmp_path, resume=True, repeat=False, rewind=False))
+    assert not full and coordinator.end is None
+    assert capsys.readouterr().err.count("No space left on device; waiting") == 1
+    file.close()
 
 
 async def ask(port: int, method: str, path: str, body: bytes = b"", token: str = "secret") -> tuple[int, str]:
