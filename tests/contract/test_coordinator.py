@@ -422,7 +422,9 @@ def test_a_run_that_is_over_waits_for_its_journal(room: bool) -> None:
 def test_a_coordinator_waits_for_room_to_take_a_lost_ones_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    JournalFile(tmp_path / "journal.jsonl").append([journal.RunRecord("job", "0.1.0", 0.0)])
+    before = JournalFile(tmp_path / "journal.jsonl")
+    before.append([journal.RunRecord("job", "0.1.0", 0.0)])
+    before.close()
     raised, full = service._raised_term, [True, True, False]
 
     def on_a_full_disk(directory: Path) -> int:

@@ -103,7 +103,11 @@ def _coordinator(
         path.unlink(missing_ok=True)
         return _coordinator(charter, directory, resume=False, repeat=False)
     journal_file, records = JournalFile.reopened(path, ended=repeat)
-    term = _raised_term(directory)
+    try:
+        term = _raised_term(directory)
+    except OSError:
+        journal_file.close()
+        raise
     coordinator = Coordinator.resumed(charter, journal_file, records, term, time.monotonic, time.time(), rewind=rewind)
     return coordinator, journal_file
 
