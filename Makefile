@@ -11,7 +11,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[demo,tensorboard,bench,dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[demo,tls,tensorboard,bench,dev]"
 	@touch $@
 
 demo: venv

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import harvest, overhead, report
+from benchmarks import harvest, journaling, overhead, report
 from benchmarks.chaos import schedule as chaos
 from benchmarks.convergence import plot
 from benchmarks.convergence import schedule as convergence
+from benchmarks.fuzz import schedule as fuzz
 from benchmarks.judge import judge, read_targets
 from benchmarks.lab import delay, document, elastic, figures, real, theory
 from benchmarks.recovery import schedule as recovery
@@ -41,12 +42,19 @@ def _arguments() -> argparse.Namespace:
         command.add_argument(
             "--only", nargs="+", default=[], metavar="NAME", help="systems, models, clusters, parts, acts, rules, …"
         )
-        if name in ("elastic-accuracy", "delay"):
+        if name in ("elastic-accuracy", "delay", "fuzz"):
             command.add_argument("--add", action="store_true", help="to what is in the file already")
         if name in ("elastic-accuracy", "elastic-processes", "delay"):
             command.add_argument("--seeds", type=int, metavar="N", help="instead of 24 (processes: 12; quick: 8, 3)")
         if name == "elastic-accuracy":
             command.add_argument("--spot-trace", type=Path, metavar="FILE", help=f"CSV of GPU counts; or {SPOT_TRACE}")
+        if name == "fuzz":
+            command.add_argument("--inputs", type=int, metavar="N", help="per surface; a slow one gets fewer")
+            command.add_argument("--surface", nargs="+", default=[], metavar="NAME", help=", ".join(fuzz.SURFACES))
+            command.add_argument("--seed", type=int, default=0, metavar="S")
+            command.add_argument("--start", type=int, default=0, metavar="V", help="the first volley; to repeat one")
+        if name == "journal":
+            command.add_argument("--rounds", type=int, metavar="N", help=f"instead of {journaling.FULL}")
         if name == "convergence":
             command.add_argument("--seeds", type=int, metavar="N", help="so many instead of the usual number")
         if name == "chaos":
@@ -57,7 +65,7 @@ def _arguments() -> argparse.Namespace:
     figure = commands.add_parser("figure", help="the picture of a results file")
     figure.add_argument("file", type=Path)
     figure.add_argument("picture", type=Path, help="an .svg or .png file to write")
-    commands.add_parser("publish", help="make the tables and pictures of the documents anew from docs/results")
+    commands.add_parser("publish", help="make the tables and pictures of docs anew from docs/results")
     return parser.parse_args()
 
 
@@ -156,6 +164,21 @@ def _chaos(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, fr
     return results, frozenset({chaos.SYSTEM, chaos.MODEL, "chaos"})
 
 
+def _fuzzed(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
+    names = fuzz.selection([*arguments.surface, *arguments.only])
+    inputs = arguments.inputs or (fuzz.QUICK if arguments.quick else fuzz.INPUTS)
+    facts = machine()
+    trials = fuzz.measure(names, inputs, arguments.seed, arguments.start, say)
+    return Results("fuzz", arguments.quick, facts, trials=trials), frozenset({"pliant", "fuzz", *names})
+
+
+def _journaled(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
+    facts = machine()
+    trials = journaling.measure(arguments.rounds or (journaling.QUICK if arguments.quick else journaling.FULL), say)
+    asked = frozenset(name for trial in trials for name in (trial.system, trial.model, trial.act))
+    return Results("journal", arguments.quick, facts, trials=trials), asked
+
+
 def _one_thread() -> Machine:
     """A stack of seeds is too small to share among threads, and two of these may run side by side."""
     import torch
@@ -174,6 +197,8 @@ MEASURES = {
     "delay": _delayed,
     "scaling-theory": _theory,
     "chaos": _chaos,
+    "fuzz": _fuzzed,
+    "journal": _journaled,
 }
 
 
@@ -184,7 +209,8 @@ def main() -> int:
         (plot.write if results.trainings else figures.draw)(results, arguments.picture)
         return 0
     if arguments.command == "publish":
-        print("\n".join(str(file) for each in document.DOCUMENTS for file in document.publish(each)))
+        files = [*document.publish(), *document.publish(document.RELIABILITY)]
+        print("\n".join(str(file) for file in files))
         return 0
     if arguments.command == "table":
         results = read(arguments.file)

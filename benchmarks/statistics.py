@@ -39,7 +39,7 @@ def _cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def clocked(model: str, rounds: int) -> dict[int, float]:
+def clocked(model: str, rounds: int, workers: int = WORKERS) -> dict[int, float]:
     """CPU seconds of the process at the end of each round."""
     seen: dict[int, float] = {}
     dataset, over = make_dataset(model), threading.Event()
@@ -67,7 +67,7 @@ def clocked(model: str, rounds: int) -> dict[int, float]:
     torch.set_num_threads(1)
     try:
         with patch.object(noise, "is_due", by_turns):
-            together(WORKERS, script, timeout_s=1200.0)
+            together(workers, script, timeout_s=1200.0)
     finally:
         torch.set_num_threads(threads)
     return seen

@@ -46,7 +46,7 @@ def commands(system: System, course: Course, directory: Path, star: Star | None)
         run = ["--dir", str(directory / RUN)]
         if star is None:
             return [_pliant("-n", str(course.workers), *run, "-m", MODULE, *here)]
-        first = ["-n", "1", "--min-workers", str(course.workers), "--host", star.addresses[0]]
+        first = ["-n", "1", "--min-workers", str(course.workers), "--host", star.addresses[0], "--insecure"]
         return [star.at(0, _pliant(*first, *run, "-m", MODULE, *here))]
     indexes = [str(index) for index in range(course.workers)]
     lines = [[sys.executable, "-m", MODULE, *here, index] for index in indexes]

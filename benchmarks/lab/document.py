@@ -12,8 +12,8 @@ from benchmarks import report
 from benchmarks.lab import figures
 from benchmarks.results import read
 
-DOCS = Path(__file__).parents[2] / "docs"
-DOCUMENTS = DOCS / "results.md", DOCS / "reliability.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "results.md"
+RELIABILITY = DOCUMENT.with_name("reliability.md")
 _TABLE = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -32,7 +32,7 @@ def written(text: str, folder: Path) -> str:
     return _TABLE.sub(lambda found: found[1] + tables(folder / f"{found[2]}.json") + found[3], text)
 
 
-def publish(document: Path) -> list[Path]:
+def publish(document: Path = DOCUMENT) -> list[Path]:
     """Make the document's tables and the pictures it shows anew; which files were written."""
     folder = document.parent / "results"
     text = document.read_text()

@@ -76,7 +76,17 @@ def _once(names: Wire, repeat: int, done: Done) -> None:
     host = f"{SUBNET}.1"
 
     def lines(directory: Path) -> list[list[str]]:
-        options = ["-n", str(HERE), "--host", host, "--dir", str(directory / RUN), "-m", "benchmarks.systems"]
+        options = [
+            "-n",
+            str(HERE),
+            "--host",
+            host,
+            "--insecure",
+            "--dir",
+            str(directory / RUN),
+            "-m",
+            "benchmarks.systems",
+        ]
         return [_inside(names.fast, pliant("run", *options, "pliant_elastic", str(directory)))]
 
     with audited("small", Options(frozen_mb=FROZEN_MB), repeat, done, lines) as opened:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from websockets.asyncio.client import connect
+from websockets.asyncio.client import ClientConnection, connect
 
+from pliant import proof
 from pliant.control import messages as m
 from pliant.core import events, journal
 from pliant.runtime import service
@@ -440,14 +441,28 @@ def test_a_coordinator_waits_for_room_to_take_a_lost_ones_place(
     file.close()
 
 
-async def ask(port: int, method: str, path: str, body: bytes = b"", token: str = "secret") -> tuple[int, str]:
+async def sent(port: int, method: str, path: str, body: bytes = b"", header: str = "") -> tuple[int, str]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nConnection: close\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\n{header}Connection: close\r\n"
     writer.write(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
     answer = (await reader.read()).decode()
     writer.close()
     await writer.wait_closed()
     return int(answer.split()[1]), answer.partition("\r\n\r\n")[2]
+
+
+async def ask(port: int, method: str, path: str, body: bytes = b"", token: str = "secret") -> tuple[int, str]:
+    nonce = bytes.fromhex((await sent(port, "GET", "/nonce"))[1])
+    signed = proof.authorization(token, nonce, bytes(32), method, path, body)
+    return await sent(port, method, path, body, f"Authorization: {signed}\r\n")
+
+
+async def prove(connection: ClientConnection, role: bytes) -> None:
+    theirs = proof.challenged(await connection.recv(decode=False))
+    assert theirs is not None
+    mine = bytes(32)
+    await connection.send(proof.answer("secret", role, theirs, mine))
+    assert proof.is_confirmed(await connection.recv(decode=False), "secret", role, theirs, mine)
 
 
 async def conversation(directory: Path) -> events.Ended:
@@ -456,11 +471,12 @@ async def conversation(directory: Path) -> events.Ended:
     ready = asyncio.Event()
     serving = asyncio.create_task(serve(CHARTER, directory, listener, "secret", False, on_ready=ready.set))
     await asyncio.wait_for(ready.wait(), 10)
-    headers = {"Authorization": "Bearer secret"}
-    async with connect(f"ws://127.0.0.1:{port}/agent", additional_headers=headers, ping_interval=None) as agent:
+    async with connect(f"ws://127.0.0.1:{port}/agent", ping_interval=None) as agent:
+        await prove(agent, b"agent")
         await agent.send(m.encode(m.Enlist("", "0.1.0", [], 1, True)))
         assert m.decode_to_agent(await agent.recv(decode=False)) == m.Enlisted("job", "a0", 1, ["w0"])
-        async with connect(f"ws://127.0.0.1:{port}/worker", additional_headers=headers, ping_interval=None) as worker:
+        async with connect(f"ws://127.0.0.1:{port}/worker", ping_interval=None) as worker:
+            await prove(worker, b"worker")
             await worker.send(m.encode(m.Hello("w0", 7, "0.1.0")))
             welcome = m.decode_from_coordinator(await worker.recv(decode=False))
             assert isinstance(welcome, m.Welcome) and welcome.worker == "w0"

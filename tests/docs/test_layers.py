@@ -10,12 +10,13 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "pliant"
 
-BOTTOM = {"types", "errors"}
+BOTTOM = {"types", "errors", "proof"}
 SIBLINGS = {"core", "control", "tensors"}
 USER_SIDE = {"run", "data", "rates", "settings"}
 ALLOWED = {
     "types": set[str](),
     "errors": set[str](),
+    "proof": set[str](),
     **dict.fromkeys(SIBLINGS, BOTTOM),
     "runtime": BOTTOM | SIBLINGS,
     **dict.fromkeys(USER_SIDE, BOTTOM | SIBLINGS | USER_SIDE | {"runtime"}),

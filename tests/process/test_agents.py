@@ -15,7 +15,6 @@ import textwrap
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from http import HTTPStatus
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,10 +23,11 @@ import pytest
 from running import LIMIT_S, Launcher, Running, gone, processes_in
 from test_launch import PRELUDE as PRELUDE_OF_MEMBERS
 from websockets.asyncio.server import Server, ServerConnection, serve
-from websockets.http11 import Request, Response
 
+from pliant import proof
 from pliant.control import messages
 from pliant.control.agent import Unreachable
+from pliant.control.door import WRONG_TOKEN
 from pliant.errors import PliantError, Refused
 from pliant.launch import agent, local
 from pliant.launch.notices import noticed
@@ -70,9 +70,7 @@ class Canned:
         self.port = 0
 
     async def open(self) -> None:
-        self._server = await serve(
-            self._keep, "127.0.0.1", self.port, process_request=self._admit, ping_interval=None, compression=None
-        )
+        self._server = await serve(self._keep, "127.0.0.1", self.port, ping_interval=None, compression=None)
         self.port = next(iter(self._server.sockets)).getsockname()[1]
 
     async def close(self) -> None:
@@ -102,13 +100,15 @@ class Canned:
         self.connection.transport.abort()
 
     async def _keep(self, connection: ServerConnection) -> None:
+        nonce = bytes(proof.NONCE_BYTES)
+        await connection.send(proof.challenge(nonce))
+        shown = proof.confirmation(TOKEN, b"agent", nonce, await connection.recv(decode=False))
+        if shown is None:
+            await connection.close(WRONG_TOKEN)
+            return
+        await connection.send(shown)
         await self.connections.put(connection)
         await connection.wait_closed()
-
-    def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
-        if request.headers.get("Authorization") == f"Bearer {TOKEN}" and request.path == "/agent":
-            return None
-        return connection.respond(HTTPStatus.FORBIDDEN, "no\n")
 
 
 Scene = Callable[[Canned, Said, "asyncio.Task[local.Outcome]"], Awaitable[None]]

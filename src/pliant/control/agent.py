@@ -2,7 +2,8 @@
 
 Question  How does a launcher hear what to start and end, and tell what has ended?
 Holds     ``send`` never blocks; what is sent goes out in order. A connection that closes ends ``receive`` with None:
-          whether to come back is the launcher's to decide, and what it must repeat then it knows itself.
+          whether to come back is the launcher's to decide, and what it must repeat then it knows itself. Nothing is
+          said to anybody who does not know the job's token, which is never sent.
 Source    ours; docs/protocol.md.
 """
 
@@ -10,13 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import socket
+import ssl
+from typing import Any
 
 import msgspec
 from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.client import connect as open_websocket
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMessage, InvalidStatus
 
+from pliant import proof
+from pliant.control import tls
+from pliant.control.door import INCOMING_BYTES, WRONG_TOKEN, Door
 from pliant.control.messages import Enlist, Enlisted, FromAgent, Over, Refuse, ToAgent, decode_to_agent, encode
 from pliant.errors import Refused, RunEnded
 
@@ -38,12 +45,12 @@ class AgentLink:
 
     @classmethod
     async def connect(
-        cls, address: str, token: str, enlist: Enlist, timeout_s: float
+        cls, address: str, token: str, enlist: Enlist, timeout_s: float, context: ssl.SSLContext | None = None
     ) -> tuple[AgentLink, Enlisted | Over]:
-        """Enlist at ``host:port``; ``Over`` if the run has ended already."""
+        """Enlist at ``host:port``; ``Over`` if the run has ended already. With a ``context`` under TLS."""
         try:
             async with asyncio.timeout(timeout_s):
-                connection = await _opened(address, token)
+                connection = await _opened(Door(address, token, context))
                 return await _enlisted(connection, address, enlist)
         except TimeoutError as error:
             raise Unreachable(f"the coordinator at {address} did not answer within {timeout_s:g} s") from error
@@ -97,31 +104,63 @@ async def _enlisted(connection: ClientConnection, address: str, enlist: Enlist) 
         raise
 
 
-async def _opened(address: str, token: str) -> ClientConnection:
+async def _opened(door: Door) -> ClientConnection:
+    """A connection on which both ends have proven that they know the token."""
+    address = door.address
     stream = await _reached(address)
+    # With None for a plain address it would complain.
+    secure: dict[str, Any] = {} if door.context is None else {"ssl": door.context}
     try:
-        return await open_websocket(
-            f"ws://{address}/agent",
+        connection = await open_websocket(
+            f"{'ws' if door.context is None else 'wss'}://{address}/agent",
             sock=stream,
             compression=None,
-            additional_headers={"Authorization": f"Bearer {token}"},
             open_timeout=None,
             ping_interval=None,
             close_timeout=CLOSE_S,
-            max_size=None,
+            max_size=INCOMING_BYTES,
+            **secure,
         )
+    except ssl.SSLError as error:
+        why = tls.explained(error, address)
+        raise why if isinstance(why, Refused) else Unreachable(str(why)) from None
     except InvalidStatus as error:
-        if error.response.status_code != 403:
-            raise _stranger(address) from error
-        raise Refused(
-            f"the coordinator at {address} refused the job token; "
-            "use the one in the file `token` of its run directory (--token-file)"
-        ) from error
+        raise _stranger(address) from error
     except (InvalidMessage, ConnectionClosed, OSError, EOFError) as error:
+        if door.context is None and await asyncio.to_thread(tls.speaks_tls, *door.place, CLOSE_S):
+            raise tls.wants_tls(address) from None
         # It closed in the middle of the handshake: it has just died, or speaks something else.
         raise Unreachable(f"what listens at {address} closed the connection; is it a Pliant coordinator?") from error
     except InvalidHandshake as error:
         raise _stranger(address) from error
+    try:
+        await _prove(connection, door)
+    except BaseException:
+        connection.transport.abort()
+        raise
+    return connection
+
+
+async def _prove(connection: ClientConnection, door: Door) -> None:
+    """The first frames: prove that one knows the token, and that the coordinator does."""
+    mine = secrets.token_bytes(proof.NONCE_BYTES)
+    try:
+        theirs = proof.challenged(await connection.recv(decode=False))
+        if theirs is None:
+            raise _stranger(door.address)
+        await connection.send(proof.answer(door.token, b"agent", theirs, mine))
+        shown = await connection.recv(decode=False)
+    except ConnectionClosed as error:
+        if error.rcvd is not None and error.rcvd.code == WRONG_TOKEN:
+            raise Refused(
+                f"the coordinator at {door.address} refused the job token; "
+                "use the one in the file `token` of its run directory (--token-file)"
+            ) from None
+        raise Unreachable(f"lost the coordinator at {door.address} while enlisting") from error
+    except (OSError, EOFError) as error:
+        raise Unreachable(f"lost the coordinator at {door.address} while enlisting") from error
+    if not proof.is_confirmed(shown, door.token, b"agent", theirs, mine):
+        raise door.impostor()
 
 
 async def _reached(address: str) -> socket.socket:

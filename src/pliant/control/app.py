@@ -1,9 +1,10 @@
-"""The coordinator's one port.
+"""The application behind the coordinator's one port.
 
 Question  How do workers' and launchers' messages, people's wishes and metrics reach the coordinator's loop?
-Holds     Nothing is answered without the job token. A frame that is no message closes its connection. No decision is
-          made here: messages are handed to a ``Desk`` as they come.
-Source    ours; docs/protocol.md.
+Holds     Nothing is said to anybody who has not proven that it knows the job's token, and who has is shown that the
+          coordinator knows it too; the token itself is never sent. A frame that is no message closes its connection. No
+          decision is made here: messages are handed to a ``Desk`` as they come.
+Source    ours; docs/protocol.md, docs/design/0011-trust.md.
 """
 
 from __future__ import annotations
@@ -12,21 +13,26 @@ import asyncio
 import contextlib
 import hmac
 import itertools
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
-from typing import Protocol, TypeVar
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Generic, Protocol, TypeVar
 
 import msgspec
-import uvicorn
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from pliant import proof
+from pliant.control.door import WRONG_TOKEN
+from pliant.control.gate import PROOF_S, Gate
 from pliant.control.messages import (
     FromAgent,
     FromCoordinator,
@@ -36,6 +42,22 @@ from pliant.control.messages import (
     decode_from_worker,
     encode,
 )
+from pliant.control.port import ADMITTED
+
+WORKER_FRAME_BYTES = 16 << 20
+"""Journal lines come in frames of about 1 MiB; a model's signature has some 100 bytes per parameter."""
+
+AGENT_FRAME_BYTES = 1 << 20
+"""A launcher names its slots and how processes ended."""
+
+BODY_BYTES = 4096
+"""Of a wish."""
+
+MESSAGES_PER_S, BURST = 5000.0, 10000.0
+"""A peer that says more is read no faster. A worker with a thousand rounds a second says half of it."""
+
+NONCE_S = 30.0
+"""How long a nonce for an HTTP request is good for; it is used within a round trip."""
 
 _COUNTERS = {
     "samples": "samples of all applied training rounds",
@@ -52,14 +74,20 @@ _GAUGES = {
     "loss": "mean loss of the last training round",
 }
 
+OUTBOX_BYTES = 64 << 20
+"""Of what a peer was sent and has not read: beyond it the connection is given up, or sleepers would fill the memory."""
+
 Message = TypeVar("Message")
-Answer = Callable[[Request], Awaitable[Response]]
+Answer = Callable[[Request, bytes], Awaitable[Response]]
+
+# What msgspec raises is a ValueError, but for nesting without end.
+_NO_WISH = (ValueError, RecursionError)
 
 
 class Scaling(msgspec.Struct, frozen=True):
     """The body of ``POST /scale``."""
 
-    workers: int
+    workers: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 
 class Draining(msgspec.Struct, frozen=True):
@@ -73,11 +101,21 @@ class Peer:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.is_choked = False
+        """it does not read what it is sent"""
         self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._queued_bytes = 0
+        self._serving = asyncio.current_task()
 
     def send(self, message: FromCoordinator | ToAgent) -> None:
         """Queue one message."""
-        self._outbox.put_nowait(encode(message))
+        frame = encode(message)
+        if self._queued_bytes + len(frame) <= OUTBOX_BYTES:
+            self._queued_bytes += len(frame)
+            self._outbox.put_nowait(frame)
+        elif not self.is_choked and self._serving is not None:
+            self.is_choked = True
+            self._serving.cancel()
 
     def close(self) -> None:
         """Close the connection behind what is queued."""
@@ -88,6 +126,7 @@ class Peer:
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):
             while (frame := await self._outbox.get()) is not None:
                 await socket.send_bytes(frame)
+                self._queued_bytes -= len(frame)
             await socket.close()
 
 
@@ -122,52 +161,78 @@ class Desk(Protocol):
         ...
 
 
-def application(desk: Desk, token: str) -> Starlette:
+@dataclass(frozen=True, slots=True)
+class _Role(Generic[Message]):
+    """What is different for workers and launchers."""
+
+    name: bytes
+    frame_bytes: int
+    decode: Callable[[bytes], Message]
+    connected: Callable[[Peer], None]
+    received: Callable[[Peer, Message], None]
+    closed: Callable[[Peer], None]
+
+
+def application(desk: Desk, token: str, gate: Gate) -> Starlette:
     """The ASGI application for one job."""
     numbers = itertools.count(1)
+    nonces = Nonces()
     registry = CollectorRegistry()
     registry.register(_Figures(desk))
+    workers = _Role(b"worker", WORKER_FRAME_BYTES, decode_from_worker, desk.connected, desk.received, desk.closed)
+    agents = _Role(
+        b"agent", AGENT_FRAME_BYTES, decode_from_agent, desk.agent_connected, desk.agent_received, desk.agent_closed
+    )
 
     async def worker(socket: WebSocket) -> None:
-        await _serve(socket, token, Peer(next(numbers)), decode_from_worker, desk.connected, desk.received, desk.closed)
+        await _serve(socket, token, gate, Peer(next(numbers)), workers)
 
     async def agent(socket: WebSocket) -> None:
-        await _serve(
-            socket,
-            token,
-            Peer(next(numbers)),
-            decode_from_agent,
-            desk.agent_connected,
-            desk.agent_received,
-            desk.agent_closed,
-        )
+        await _serve(socket, token, gate, Peer(next(numbers)), agents)
 
-    async def status(request: Request) -> Response:
+    async def nonce(request: Request) -> Response:
+        return PlainTextResponse(nonces.issued().hex())
+
+    async def status(request: Request, body: bytes) -> Response:
         return Response(desk.status(), media_type="application/json")
 
-    async def events(request: Request) -> Response:
+    async def events(request: Request, body: bytes) -> Response:
         return Response(desk.happenings(), media_type="application/json")
 
-    async def metrics(request: Request) -> Response:
+    async def metrics(request: Request, body: bytes) -> Response:
         return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def scale(request: Request) -> Response:
+    async def scale(request: Request, body: bytes) -> Response:
         try:
-            wish = msgspec.json.decode(await request.body(), type=Scaling)
-        except msgspec.DecodeError:
+            wish = msgspec.json.decode(body, type=Scaling)
+        except _NO_WISH:
             return _line(422, 'give the number of workers as JSON: {"workers": 4}')
         return _line(*desk.scale(wish.workers))
 
-    async def drain(request: Request) -> Response:
+    async def drain(request: Request, body: bytes) -> Response:
         try:
-            wish = msgspec.json.decode(await request.body(), type=Draining)
-        except msgspec.DecodeError:
+            wish = msgspec.json.decode(body, type=Draining)
+        except _NO_WISH:
             return _line(422, 'give the name of the worker as JSON: {"worker": "w1"}')
         return _line(*desk.drain(wish.worker))
 
-    def guarded(answer: Answer) -> Answer:
+    def guarded(answer: Answer, *, bearer: str = "") -> Callable[[Request], Awaitable[Response]]:
         async def ask(request: Request) -> Response:
-            return await answer(request) if _is_authorized(request, token) else _forbidden()
+            body = await _body(request)
+            if body is None:
+                return _line(413, f"a wish has at most {BODY_BYTES} bytes")
+            if bearer and _bears(request, bearer):
+                return await answer(request, body)
+            given = proof.authorized(request.headers.get("authorization", ""))
+            if given is None or not _asked_by_a_friend(request, body, token, *given):
+                await asyncio.sleep(gate.failed(_address(request), f"{request.method} {request.url.path}"))
+                return _line(403, "the job token is missing or wrong; it is in the run directory")
+            if not nonces.spent(given[0]):
+                return _line(401, "the nonce is not of this coordinator, too old, or was used before; ask for another")
+            response = await answer(request, body)
+            shown = proof.answer_proof(token, given[0], given[1], response.status_code, bytes(response.body))
+            response.headers[proof.ANSWER_HEADER] = shown.hex()
+            return response
 
         return ask
 
@@ -175,80 +240,142 @@ def application(desk: Desk, token: str) -> Starlette:
         routes=[
             WebSocketRoute("/worker", worker),
             WebSocketRoute("/agent", agent),
+            Route("/nonce", nonce),
             Route("/status", guarded(status)),
             Route("/events", guarded(events)),
-            Route("/metrics", guarded(metrics)),
+            Route("/metrics", guarded(metrics, bearer=proof.metrics_token(token))),
             Route("/scale", guarded(scale), methods=["POST"]),
             Route("/drain", guarded(drain), methods=["POST"]),
         ]
     )
 
 
-class Server(uvicorn.Server):
-    """Serves an application in the caller's event loop and leaves signals to the caller."""
+class Nonces:
+    """Nonces for HTTP requests. Those not used cost nothing, so that nobody can use them up for others: a nonce tells
+    by itself when it was issued, and by whom; only spent ones are remembered, until they are too old anyway."""
 
-    def __init__(self, app: Starlette) -> None:
-        config = uvicorn.Config(
-            app,
-            # The other implementation is deprecated and warns.
-            ws="websockets-sansio",
-            # A worker in a long C call cannot answer; beats come from the link's own thread.
-            ws_ping_interval=None,
-            ws_per_message_deflate=False,
-            lifespan="off",
-            log_config=None,
-            log_level="critical",
-            access_log=False,
-            timeout_graceful_shutdown=1,
-        )
-        super().__init__(config)
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._secret = secrets.token_hex(32)
+        self._spent: dict[bytes, float] = {}
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Signals are the launcher's."""
-        yield
+    def issued(self) -> bytes:
+        """A new one: time, random bytes, seal."""
+        content = int(self._clock() * 1e3).to_bytes(8, "big") + secrets.token_bytes(8)
+        return content + self._seal(content)
+
+    def spent(self, nonce: bytes) -> bool:
+        """Use one up; False if it is none of these, too old or used before."""
+        now_s = self._clock()
+        # In the order of their use: the first ones go first.
+        for old in [each for each, until_s in self._spent.items() if until_s < now_s]:
+            del self._spent[old]
+        content, seal = nonce[:16], nonce[16:]
+        issued_s = int.from_bytes(content[:8], "big") / 1e3
+        if not hmac.compare_digest(seal, self._seal(content)) or nonce in self._spent:
+            return False
+        if now_s > issued_s + NONCE_S:
+            return False
+        self._spent[nonce] = issued_s + NONCE_S + 1.0
+        return True
+
+    def _seal(self, content: bytes) -> bytes:
+        return proof.proof(self._secret, b"nonce", content)[:16]
 
 
-async def _serve(
-    socket: WebSocket,
-    token: str,
-    peer: Peer,
-    decode: Callable[[bytes], Message],
-    connected: Callable[[Peer], None],
-    received: Callable[[Peer, Message], None],
-    closed: Callable[[Peer], None],
-) -> None:
+async def _serve(socket: WebSocket, token: str, gate: Gate, peer: Peer, role: _Role[Message]) -> None:
     """One connection from its beginning to its end."""
-    if not _is_authorized(socket, token):
-        await socket.close()
-        return
     await socket.accept()
+    try:
+        if not await _is_proven(socket, token, gate, role.name):
+            return
+    except (WebSocketDisconnect, KeyError, RuntimeError, TimeoutError):
+        # KeyError: a text frame, in which Starlette finds no bytes.
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+            await socket.close(WRONG_TOKEN)
+        return
+    socket.scope["extensions"][ADMITTED](role.frame_bytes)
     writing = asyncio.create_task(peer.write_to(socket))
-    connected(peer)
+    role.connected(peer)
+    flow = _Flow()
     try:
         while True:
-            received(peer, decode(await socket.receive_bytes()))
+            role.received(peer, role.decode(await socket.receive_bytes()))
+            await flow.passed()
     except (WebSocketDisconnect, msgspec.DecodeError, KeyError):
-        # KeyError: a text frame, in which Starlette finds no bytes.
         pass
+    except asyncio.CancelledError:
+        if not peer.is_choked:
+            raise
     finally:
-        closed(peer)
+        role.closed(peer)
         peer.close()
-        await writing
+        if peer.is_choked:
+            writing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await writing
+
+
+async def _is_proven(socket: WebSocket, token: str, gate: Gate, role: bytes) -> bool:
+    """Challenge, answer, confirmation; a wrong answer closes the connection."""
+    nonce = secrets.token_bytes(proof.NONCE_BYTES)
+    await socket.send_bytes(proof.challenge(nonce))
+    async with asyncio.timeout(PROOF_S):
+        answer = await socket.receive_bytes()
+    confirmation = proof.confirmation(token, role, nonce, answer)
+    if confirmation is None:
+        await asyncio.sleep(gate.failed(_address(socket), f"a {'launcher' if role == b'agent' else 'worker'}"))
+        await socket.close(WRONG_TOKEN, "wrong token")
+        return False
+    await socket.send_bytes(confirmation)
+    return True
+
+
+class _Flow:
+    """How fast a peer is read."""
+
+    def __init__(self) -> None:
+        self._left, self._at_s = BURST, time.monotonic()
+
+    async def passed(self) -> None:
+        """One message more; waits where there were too many."""
+        self._left -= 1.0
+        if self._left < 1.0:
+            now_s = time.monotonic()
+            self._left = min(BURST, self._left + (now_s - self._at_s) * MESSAGES_PER_S)
+            self._at_s = now_s
+            if self._left < 1.0:
+                await asyncio.sleep((1.0 - self._left) / MESSAGES_PER_S)
+
+
+async def _body(request: Request) -> bytes | None:
+    """What was sent with a request; None if that is too much."""
+    body = b""
+    with contextlib.suppress(ClientDisconnect):
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > BODY_BYTES:
+                return None
+    return body
 
 
 def _line(status: int, text: str) -> Response:
     return PlainTextResponse(text + "\n", status_code=status)
 
 
-def _is_authorized(connection: HTTPConnection, token: str) -> bool:
-    given = connection.headers.get("authorization", "")
-    # In constant time: the time taken must not tell how much of a guess is right.
+def _address(connection: HTTPConnection) -> str:
+    return connection.client.host if connection.client else "an unknown address"
+
+
+def _asked_by_a_friend(request: Request, body: bytes, token: str, nonce: bytes, own: bytes, given: bytes) -> bool:
+    query = f"?{request.url.query}" if request.url.query else ""
+    expected = proof.request_proof(token, nonce, own, request.method, request.url.path + query, body)
+    return hmac.compare_digest(given, expected)
+
+
+def _bears(request: Request, token: str) -> bool:
+    given = request.headers.get("authorization", "")
     return hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {token}".encode())
-
-
-def _forbidden() -> Response:
-    return PlainTextResponse("the job token is missing or wrong; it is in the run directory\n", status_code=403)
 
 
 class _Figures(Collector):

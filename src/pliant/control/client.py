@@ -4,6 +4,7 @@ Question  How does a worker talk to the coordinator without ever waiting for it 
 Holds     Nothing that the main loop calls between micro-batches blocks. What is queued is sent in order. A lost
           connection is opened again behind the scenes, under the same name, and what the coordinator must know is said
           again; journal lines are kept until it has them on disk. A forked child holds no copy of the connection.
+          Nothing is said to anybody who does not know the job's token, which is never sent.
 Source    ours; docs/protocol.md. DESIGN, facts measured: stores, pings and forked loaders.
 """
 
@@ -11,19 +12,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
+import ssl
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
-from websockets.exceptions import ConnectionClosed, ConnectionClosedOK, InvalidHandshake, InvalidStatus
+from websockets.exceptions import ConnectionClosed, ConnectionClosedOK, InvalidHandshake
 from websockets.sync.client import ClientConnection
 from websockets.sync.client import connect as open_websocket
 
+from pliant import proof
+from pliant.control import tls
+from pliant.control.door import INCOMING_BYTES, WRONG_TOKEN, Door
 from pliant.control.mailbox import Mailbox
 from pliant.control.messages import (
     Beat,
@@ -82,9 +89,9 @@ class Position:
 class Link:
     """One worker's line to the coordinator. Made by ``connect``; not for use in forked children."""
 
-    def __init__(self, connection: ClientConnection, address: str, token: str, slot: str, version: str) -> None:
+    def __init__(self, connection: ClientConnection, door: Door, slot: str, version: str) -> None:
         self.connection = connection
-        self._address, self._token, self._slot, self._version = address, token, slot, version
+        self._door, self._address, self._slot, self._version = door, door.address, slot, version
         self.local_address: str = connection.socket.getsockname()[0]
         self.position = Position()
         self.mailbox = Mailbox(self._greet(connection, Hello(slot=slot, pid=os.getpid(), version=version)))
@@ -109,11 +116,15 @@ class Link:
         self._sender.start()
 
     @classmethod
-    def connect(cls, address: str, token: str, slot: str, version: str) -> Link:
-        """Say hello at ``host:port`` as a newcomer and wait for the welcome, which names this worker."""
-        connection = _opened(address, token)
+    def connect(cls, address: str, token: str, slot: str, version: str, context: ssl.SSLContext | None = None) -> Link:
+        """Say hello at ``host:port`` as a newcomer and wait for the welcome, which names this worker.
+
+        With a ``context`` under TLS.
+        """
+        door = Door(address, token, context)
+        connection = _opened(door)
         try:
-            return cls(connection, address, token, slot, version)
+            return cls(connection, door, slot, version)
         except BaseException:
             connection.close()
             raise
@@ -280,7 +291,7 @@ class Link:
         deadline_s = time.monotonic() + GIVE_UP_S
         while not self._closed and time.monotonic() < deadline_s:
             try:
-                self._resume(_opened(self._address, self._token))
+                self._resume(_opened(self._door))
             except _Evicted as error:
                 self.mailbox.take(Refuse(reason=str(error), again=True))
                 return False
@@ -389,38 +400,78 @@ def _beat(at: Position) -> Beat:
     )
 
 
-def _opened(address: str, token: str) -> ClientConnection:
-    host, _, port = address.rpartition(":")
-    try:
-        # An own socket, so that no proxy of the environment comes between.
-        stream = socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S)
-    except (OSError, ValueError, OverflowError) as error:
-        raise RunEnded(
-            f"nobody listens at {address}: the run has ended, or its address is wrong; start one with `pliant run`"
-        ) from error
-    stream.settimeout(None)
+def _opened(door: Door) -> ClientConnection:
+    """A connection on which both ends have proven that they know the token."""
+    stream = _reached(door)
     try:
         connection = open_websocket(
-            f"ws://{address}/worker",
+            f"ws://{door.address}/worker",
+            # An own socket, so that no proxy of the environment comes between; TLS is under it.
             sock=stream,
             compression=None,
-            additional_headers={"Authorization": f"Bearer {token}"},
             open_timeout=CONNECT_S,
             ping_interval=None,
             close_timeout=FAREWELL_S,
-            max_size=None,
+            max_size=INCOMING_BYTES,
         )
-    except InvalidStatus as error:
-        if error.response.status_code != 403:
-            raise RunEnded(f"what answers at {address} is no Pliant coordinator") from error
-        raise Refused(
-            f"the coordinator at {address} refused the job token; "
-            "use the one in the file `token` of its run directory, or let `pliant run` start the workers"
-        ) from error
     except (InvalidHandshake, ConnectionClosed, OSError, EOFError) as error:
-        raise RunEnded(f"what answers at {address} is no Pliant coordinator") from error
+        if door.context is None and tls.speaks_tls(*door.place, CONNECT_S):
+            raise tls.wants_tls(door.address) from None
+        raise RunEnded(f"what answers at {door.address} is no Pliant coordinator") from error
     # Newer websockets insist on this; the link closes the connection itself.
-    return connection.__enter__()
+    connection = connection.__enter__()
+    try:
+        _prove(connection, door)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _reached(door: Door) -> Any:
+    try:
+        stream = socket.create_connection(door.place, timeout=CONNECT_S)
+    except (OSError, ValueError, OverflowError) as error:
+        raise RunEnded(
+            f"nobody listens at {door.address}: the run has ended, or its address is wrong; start one with `pliant run`"
+        ) from error
+    if door.context is None:
+        stream.settimeout(None)
+        return stream
+    secured = tls.Secured(stream, door.context, door.place[0])
+    try:
+        secured.shake_hands()
+    except ssl.SSLError as error:
+        secured.close()
+        raise tls.explained(error, door.address) from None
+    except OSError as error:
+        secured.close()
+        raise RunEnded(f"lost the coordinator at {door.address} while joining: the run has ended") from error
+    secured.settimeout(None)
+    return secured
+
+
+def _prove(connection: ClientConnection, door: Door) -> None:
+    """The first frames: prove that one knows the token, and that the coordinator does."""
+    stranger = RunEnded(f"what answers at {door.address} is no Pliant coordinator of this version")
+    mine = secrets.token_bytes(proof.NONCE_BYTES)
+    try:
+        theirs = proof.challenged(connection.recv(timeout=CONNECT_S, decode=False))
+        if theirs is None:
+            raise stranger
+        connection.send(proof.answer(door.token, b"worker", theirs, mine))
+        shown = connection.recv(timeout=CONNECT_S, decode=False)
+    except ConnectionClosed as error:
+        if error.rcvd is not None and error.rcvd.code == WRONG_TOKEN:
+            raise Refused(
+                f"the coordinator at {door.address} refused the job token; "
+                "use the one in the file `token` of its run directory, or let `pliant run` start the workers"
+            ) from None
+        raise RunEnded(f"lost the coordinator at {door.address} while joining: the run has ended") from error
+    except (TimeoutError, OSError) as error:
+        raise RunEnded(f"lost the coordinator at {door.address} while joining: the run has ended") from error
+    if not proof.is_confirmed(shown, door.token, b"worker", theirs, mine):
+        raise door.impostor()
 
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()

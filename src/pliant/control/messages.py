@@ -2,20 +2,36 @@
 
 Question  Which messages cross the control channel, and with which fields?
 Holds     Every message is a tagged msgspec struct, encoded as msgpack in one binary WebSocket frame.
-          No tensor, no state and no pickle travels here.
+          No tensor, no state and no pickle travels here. What reaches the coordinator is bounded where it is kept or
+          counted on; anything else is no message, and decoding it raises ``msgspec.DecodeError`` alone.
 """
 
 from __future__ import annotations
 
-from typing import Union
+from typing import Annotated, TypeVar, Union
 
 import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""What no counter of a run reaches, and what can be counted on from without leaving a machine word."""
+
+Status = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+"""An exit status, or minus a signal."""
+
+Name = Annotated[str, msgspec.Meta(max_length=100)]
+"""Of a slot, a worker, a launcher, a version: ``w17.203`` is a long one."""
+
+Directory = Annotated[str, msgspec.Meta(max_length=100, pattern=r"^[0-9A-Za-z][0-9A-Za-z_-]*$")]
+"""Of a checkpoint: old ones are removed by this name, so it must not lead anywhere else."""
+
+Address = Annotated[str, msgspec.Meta(max_length=300)]
+"""``host:port``; names of hosts have at most 253 characters."""
 
 
 class Signature(msgspec.Struct, frozen=True):
     """What must be equal on all workers before a group is formed."""
 
-    version: str
+    version: Name
     parameters: list[tuple[str, list[int], str]]
     """name, shape, dtype, in the optimizer's order"""
     settings: dict[str, str]
@@ -31,34 +47,34 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     connection, or met a new coordinator, and goes on in ``era`` at ``exchange``. Empty: a newcomer, to be named.
     """
 
-    slot: str
-    pid: int
-    version: str
-    worker: str = ""
-    era: int = 0
-    exchange: int = 0
+    slot: Name
+    pid: Count
+    version: Name
+    worker: Name = ""
+    era: Count = 0
+    exchange: Count = 0
     active: bool = False
     signature: Signature | None = None
     """of a worker that goes on: a new coordinator has not seen it"""
-    address: str = ""
+    address: Address = ""
     """where it hands its state on; of a worker that goes on"""
 
 
 class Call(msgspec.Struct, frozen=True):
     """The call of ``batches`` or ``evaluate`` with which a worker enlists."""
 
-    place: int
+    place: Count
     """how many calls the script made before it"""
-    task: str
+    task: Name
     """``train``, ``evaluate`` or ``end``"""
-    length: int
+    length: Count
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The worker wants to be a member of the next era."""
 
     signature: Signature
-    address: str
+    address: Address
     """``host:port`` where it hands its state on; the host is the local address of the control connection"""
     call: Call | None = None
 
@@ -66,17 +82,17 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 class Put(msgspec.Struct, frozen=True, tag="put"):
     """One key of the store over which a group is formed; goes to all members of the attempt."""
 
-    attempt: int
-    key: str
+    attempt: Count
+    key: Annotated[str, msgspec.Meta(max_length=1000)]
     value: bytes
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """A sign of life of the process (sent by the link's thread) and of its main loop (``progress``)."""
 
-    era: int
-    round: int
-    progress: int
+    era: Count
+    round: Count
+    progress: Count
     waiting: bool = False
     """the main loop waits for others: no progress is no fault of its own"""
     usual_s: float = 0.0
@@ -88,7 +104,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 class Lines(msgspec.Struct, frozen=True, tag="lines"):
     """Journal records, JSON objects without checksum; ``first`` is the number of the first one in the run."""
 
-    first: int
+    first: Count
     records: list[bytes]
 
 
@@ -101,8 +117,8 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     """The worker has stopped in ``era`` after settling ``exchange``: told so, or because its collective failed."""
 
-    era: int
-    exchange: int
+    era: Count
+    exchange: Count
     active: bool
     failed: str = ""
     """why, if nobody told it to stop"""
@@ -111,8 +127,8 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
 class Entered(msgspec.Struct, frozen=True, tag="entered"):
     """The worker is in ``era`` now."""
 
-    era: int
-    exchange: int
+    era: Count
+    exchange: Count
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -136,17 +152,17 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
     """A checkpoint is complete, and every member has settled what it is of. It exists once the journal names it."""
 
-    name: str
-    records: int
+    name: Directory
+    records: Count
     """journal records of the workers that lead to it"""
-    round: int
+    round: Count
 
 
 class Plan(msgspec.Struct, frozen=True, tag="plan"):
     """How far the script means to go; only for the estimate of the time left."""
 
-    epochs: int | None = None
-    samples: int | None = None
+    epochs: Count | None = None
+    samples: Count | None = None
 
 
 # coordinator -> worker
@@ -268,11 +284,11 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 class Enlist(msgspec.Struct, frozen=True, tag="enlist"):
     """The first message of a launcher's connection. ``slots`` are those it runs already (a coordinator's restart)."""
 
-    agent: str
+    agent: Name
     """empty: to be named"""
-    version: str
-    slots: list[str]
-    wanted: int
+    version: Name
+    slots: list[Name]
+    wanted: Count
     """slots to be named for it"""
     owner: bool
     """the run ends with this launcher (``pliant run`` without ``--join``)"""
@@ -281,16 +297,16 @@ class Enlist(msgspec.Struct, frozen=True, tag="enlist"):
 class Exited(msgspec.Struct, frozen=True, tag="exited"):
     """A slot's process has ended: exit status, or minus the signal. ``error`` is its last exception, if any."""
 
-    slot: str
-    pid: int
-    status: int
+    slot: Name
+    pid: Count
+    status: Status
     error: str = ""
 
 
 class Interrupted(msgspec.Struct, frozen=True, tag="interrupted"):
     """The launcher got a signal: 2 for Ctrl-C, 15 for SIGTERM."""
 
-    signal: int
+    signal: Annotated[int, msgspec.Meta(ge=1, le=64)]
 
 
 class Noticed(msgspec.Struct, frozen=True, tag="noticed"):
@@ -360,6 +376,9 @@ _to_agent = msgspec.msgpack.Decoder(ToAgent)
 _encoder = msgspec.msgpack.Encoder()
 
 
+Message = TypeVar("Message")
+
+
 def encode(message: FromWorker | FromCoordinator | FromAgent | ToAgent) -> bytes:
     """The bytes of one frame."""
     return _encoder.encode(message)
@@ -367,19 +386,26 @@ def encode(message: FromWorker | FromCoordinator | FromAgent | ToAgent) -> bytes
 
 def decode_from_worker(frame: bytes) -> FromWorker:
     """Raises ``msgspec.DecodeError`` on anything that is not one of the worker's messages."""
-    return _from_worker.decode(frame)
+    return _decoded(_from_worker, frame)
 
 
 def decode_from_coordinator(frame: bytes) -> FromCoordinator:
     """Raises ``msgspec.DecodeError`` on anything that is not one of the coordinator's messages."""
-    return _from_coordinator.decode(frame)
+    return _decoded(_from_coordinator, frame)
 
 
 def decode_from_agent(frame: bytes) -> FromAgent:
     """Raises ``msgspec.DecodeError`` on anything that is not one of a launcher's messages."""
-    return _from_agent.decode(frame)
+    return _decoded(_from_agent, frame)
 
 
 def decode_to_agent(frame: bytes) -> ToAgent:
     """Raises ``msgspec.DecodeError`` on anything that is not a message for a launcher."""
-    return _to_agent.decode(frame)
+    return _decoded(_to_agent, frame)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Message], frame: bytes) -> Message:
+    try:
+        return decoder.decode(frame)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(f"no message: {error}") from None

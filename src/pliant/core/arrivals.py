@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pliant.core import endings, losses
-from pliant.core.eras import redelivered, with_era_of
+from pliant.core.eras import is_credible, redelivered, with_era_of
 from pliant.core.events import (
     Admit,
     AgentArrived,
@@ -27,6 +27,7 @@ from pliant.core.events import (
     Refuse,
 )
 from pliant.core.members import (
+    MOST_SLOTS,
     NAMES_PER_TERM,
     Agent,
     Alive,
@@ -55,7 +56,7 @@ from pliant.core.members import (
     worker_in,
     worker_of,
 )
-from pliant.core.slots import given_up, number_of, with_new_slots
+from pliant.core.slots import given_up, number_of, room, with_new_slots
 from pliant.core.terms import difference, length_difference
 from pliant.types import WorkerId
 
@@ -74,7 +75,7 @@ def arrived(state: Roster, event: Arrived, now_s: float) -> Step:
             pass
     trusting = now_s < state.trusting_until_s
     slot = slot_of(state, event.slot)
-    if slot is None and trusting:
+    if slot is None and trusting and room(state) > 0:
         # Its launcher has not found the new coordinator yet.
         slot = _known_slot(state, Slot(event.slot, AgentId("")))
         state = _with_old_slot(state, slot)
@@ -145,7 +146,8 @@ def _gone_on(state: Roster, slot: Slot, event: Arrived, now_s: float, trusting: 
         state = with_slot(state, slot)
     if worker is None and finishing:
         return state, (Dismiss(event.peer, endings.FINISHED, completed=True),)
-    if worker is None or worker.slot != event.slot or not isinstance(slot.process, Alive):
+    foreign = worker is None or worker.slot != event.slot or not is_credible(state, event.era)
+    if worker is None or foreign or not isinstance(slot.process, Alive):
         reason = f"{event.worker} is no longer on the roster; it may come back under a new name"
         return state, (Refuse(event.peer, reason, again=True),)
     old = (Close(worker.line.peer),) if isinstance(worker.line, Connected) and worker.line.peer != event.peer else ()
@@ -186,7 +188,6 @@ def offered(state: Roster, worker: Worker, event: Offered, now_s: float) -> Step
     """A worker wants to be in the next era."""
     if not isinstance(worker.standing, Greeted | Waiting) or not isinstance(worker.line, Connected):
         return state, ()
-    state = replace(state, dead_after_s=event.dead_after_s or state.dead_after_s)
     slot = slot_of(state, worker.slot)
     assert slot is not None
     differs: str | None = None
@@ -196,6 +197,7 @@ def offered(state: Roster, worker: Worker, event: Offered, now_s: float) -> Step
     if differs is not None:
         state = without_worker(state, worker.name)
         return turned_away(state, slot, worker.line.peer, differs, now_s)
+    state = replace(state, dead_after_s=event.dead_after_s or state.dead_after_s)
     if isinstance(worker.standing, Waiting):
         waiting = replace(worker.standing, terms=event.terms, address=event.address)
         return with_worker(state, replace(worker, standing=waiting)), ()
@@ -219,6 +221,8 @@ def agent_arrived(state: Roster, event: AgentArrived, now_s: float) -> Step:
         return state, (Refuse(event.peer, "the run is about to end; there is nothing left to join"),)
     if known is None and event.owner and owner is not None:
         return state, (Refuse(event.peer, "this run has its launcher; add workers with `pliant run --join`"),)
+    if len(event.slots) + event.wanted > room(state) + sum(slot_of(state, name) is not None for name in event.slots):
+        return state, (Refuse(event.peer, f"a run has at most {MOST_SLOTS} workers; ask for fewer"),)
     if known is not None:
         name = known.name
     elif event.agent:

@@ -58,6 +58,9 @@ PAUSE_AT_MOST_S = 5.0
 ERAS_UNKNOWN = 100
 """So many numbers a new coordinator passes over: eras that its predecessor started, and nobody entered."""
 
+ERAS_AHEAD = 100 * ERAS_UNKNOWN
+"""Further ahead than this of what a new coordinator knows nobody can be."""
+
 LEAVE_WAIT_S = 30.0
 """How long the last workers wait for one that is on its way before they go and the run ends."""
 
@@ -80,6 +83,11 @@ def entered(state: Roster, worker: Worker, event: Entered, now_s: float) -> Step
     first = state.last_era == 1
     note = Note("joined", f"{worker.name} joined", worker.name, quiet=first)
     return state, (note,) if is_new else ()
+
+
+def is_credible(state: Roster, era: int) -> bool:
+    """Whether somebody can be in that era: a run's first coordinator has begun every one itself."""
+    return era <= state.last_era or (state.term > 1 and era <= state.last_era + ERAS_AHEAD * state.term)
 
 
 def with_era_of(state: Roster, worker: Worker, era: int, exchange: int, active: bool | None, now_s: float) -> Roster:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Union
+from typing import Annotated, Union
 
 import msgspec
 
@@ -22,6 +22,19 @@ from pliant.errors import JournalError
 VERSION = 1
 NONFINITE = int(Flag.NONFINITE)
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""What no counter of a run reaches, every float holds exactly, and sums of many still fit into a machine word."""
+
+Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+"""Sums of times stay finite."""
+
+Ahead = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
+"""Micro-batches that a loader wants to know in advance: as many are dealt to it."""
+
+Name = Annotated[str, msgspec.Meta(max_length=100)]
+Delay = Annotated[int, msgspec.Meta(ge=-1, le=1)]
+ExitStatus = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+
 
 class RunRecord(msgspec.Struct, frozen=True, tag="run", tag_field="kind"):
     """The first line."""
@@ -29,58 +42,58 @@ class RunRecord(msgspec.Struct, frozen=True, tag="run", tag_field="kind"):
     job: str
     library: str
     started_unix_s: float
-    version: int = VERSION
+    version: Count = VERSION
 
 
 class EntryLine(msgspec.Struct, frozen=True, array_like=True):
     """What a member brought into an unplanned era, per open phase from the outermost on."""
 
     active: bool
-    dropped: list[int]
-    kept: list[int]
+    dropped: list[Count]
+    kept: list[Count]
 
 
 class EraRecord(msgspec.Struct, frozen=True, tag="era", tag_field="kind", omit_defaults=True):
     """A roster takes effect, after the records before it."""
 
-    era: int
-    roster: list[str]
+    era: Count
+    roster: list[Name]
     entries: list[EntryLine] | None = None
     """of an unplanned era; None: the first one, or a planned one"""
-    void: int = 0
+    void: Count = 0
     """the round number that an unplanned era passes over: a lost worker may have applied it"""
 
 
 class PolicyRecord(msgspec.Struct, frozen=True, tag="policy", tag_field="kind"):
     """What the decisions depend on besides the tickets: the settings all workers agreed on."""
 
-    batch: int
+    batch: Count
     floating: bool
-    at_most: int | None
-    delay: int
+    at_most: Count | None
+    delay: Delay
     rule: str
     """as ``core.rates.Rule`` writes itself"""
     momentum: float
-    samples_limit: int | None = None
-    trial: int = 0
+    samples_limit: Count | None = None
+    trial: Count = 0
     """rounds for which a delay is tried, where it is decided from round to round"""
 
 
 class PhaseRecord(msgspec.Struct, frozen=True, tag="phase", tag_field="kind", omit_defaults=True):
     """All workers entered a phase; per worker its micro-batch size and look-ahead of its loader."""
 
-    phase: int
+    phase: Count
     task: str
-    epoch: int
-    length: int
-    limit: int
+    epoch: Count
+    length: Count
+    limit: Count
     """positions to be used, below ``length`` only where ``epochs(samples=…)`` ends inside an epoch"""
-    sizes: list[int]
-    ahead: list[int]
-    order: int
-    absent: list[int] = []
+    sizes: list[Count]
+    ahead: list[Ahead]
+    order: Count
+    absent: list[Count] = []
     """members whose script has not made this call: they go along without samples"""
-    ready: list[int] = []
+    ready: list[Count] = []
     """followers that hold the whole state from here on"""
     inner: bool = False
     """an ``evaluate`` in the body of the loop before it, whose phase had just ended"""
@@ -89,44 +102,44 @@ class PhaseRecord(msgspec.Struct, frozen=True, tag="phase", tag_field="kind", om
 class TicketLine(msgspec.Struct, frozen=True, array_like=True):
     """A ticket as journaled, in the order of the roster."""
 
-    spans: list[tuple[int, int]]
-    micro_batches: int
-    samples: int
+    spans: list[tuple[Count, Count]]
+    micro_batches: Count
+    samples: Count
     weight: float
-    busy_s: float
-    idle_s: float
-    sum_s: float
-    cost_s: float
+    busy_s: Seconds
+    idle_s: Seconds
+    sum_s: Seconds
+    cost_s: Seconds
     loss_sum: float
     squared_norm: float
     scale: float
-    flags: int
+    flags: Count
 
 
 class RoundRecord(msgspec.Struct, frozen=True, tag="round", tag_field="kind", omit_defaults=True):
     """One applied round. ``factor`` multiplies the schedule's rate; ``rate`` is what the first group got."""
 
-    era: int
-    round: int
-    phase: int
-    batch: int
+    era: Count
+    round: Count
+    phase: Count
+    batch: Count
     weight: float
     factor: float
     rate: float
     loss: float | None
     applied: bool
     """false: samples spent without an update, because a part was not finite or nothing had any weight"""
-    samples_total: int
+    samples_total: Count
     tickets: list[TicketLine]
-    entered: list[tuple[int, int, int]] = []
+    entered: list[tuple[Count, Count, Ahead]] = []
     """who became ready with this exchange: member, micro-batch size, look-ahead of its loader"""
-    delay: int | None = None
+    delay: Delay | None = None
     """was decided anew: in force from here on, until something changes"""
     harvests: tuple[float | None, float | None] | None = None
     """why: what the group made of its workers with delay 0 and 1"""
     momentum: float | None = None
     """in force, where a scheduler has moved it"""
-    measured: tuple[int, float] | None = None
+    measured: tuple[Count, float] | None = None
     """an earlier round and the squared norm of its mean gradient, as the tickets brought it"""
     noise_scale: float | None = None
     """after that; only then, and only where it is known and finite"""
@@ -142,40 +155,40 @@ class RoundRecord(msgspec.Struct, frozen=True, tag="round", tag_field="kind", om
 class ExchangeRecord(msgspec.Struct, frozen=True, tag="exchange", tag_field="kind", omit_defaults=True):
     """One exchange of an ``evaluate``: samples spent without an update."""
 
-    era: int
-    phase: int
-    batch: int
+    era: Count
+    phase: Count
+    batch: Count
     tickets: list[TicketLine]
-    entered: list[tuple[int, int, int]] = []
+    entered: list[tuple[Count, Count, Ahead]] = []
     """who became ready with this exchange: member, micro-batch size, look-ahead of its loader"""
 
 
 class PhaseEndRecord(msgspec.Struct, frozen=True, tag="phase_end", tag_field="kind"):
     """A phase is drained. ``cut`` are positions a ``break`` left out; ``result`` is evaluate's mean."""
 
-    phase: int
-    cut: list[tuple[int, int]]
+    phase: Count
+    cut: list[tuple[Count, Count]]
     result: float | None = None
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, tag="checkpoint", tag_field="kind"):
     """A checkpoint is complete. It exists from here on; those that no record names do not."""
 
-    name: str
-    records: int
+    name: Name
+    records: Count
     """of the workers, before it: what it is the outcome of"""
-    round: int
+    round: Count
 
 
 class RewindRecord(msgspec.Struct, frozen=True, tag="rewind", tag_field="kind"):
     """Nobody was left who held the state: the run goes on from a checkpoint. What came after that is void."""
 
-    name: str
-    records: int
+    name: Name
+    records: Count
     """of the workers, that stay: voided ones keep their numbers"""
-    worker: str
+    worker: Name
     """who has read it"""
-    round: int
+    round: Count
     """the next one has a higher number than this: that of the checkpoint, or of the last void one"""
 
 
@@ -184,7 +197,7 @@ class EndRecord(msgspec.Struct, frozen=True, tag="end", tag_field="kind"):
 
     reason: str
     completed: bool
-    exit_status: int = 0
+    exit_status: ExitStatus = 0
     """with which launchers end"""
 
 
@@ -240,7 +253,8 @@ def decode(payload: bytes) -> Record:
     """The inverse of ``encode``."""
     try:
         return _decoder.decode(payload)
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:
+        # What msgspec raises is a ValueError, but for nesting without end.
         raise JournalError(f"not a journal record: {error}") from error
 
 

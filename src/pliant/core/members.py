@@ -29,6 +29,13 @@ NAMES_PER_TERM = 100
 """A new coordinator does not know the names that the lost one gave to workers that never got into an era. It begins
 with numbers that the lost one cannot have reached: with cooldowns, so many restarts take the better part of an hour."""
 
+MOST_SLOTS = 1000
+"""Processes that a run may have at a time. More were never formed into a group; without a bound one message of a
+launcher, or one slip in ``pliant scale``, fills the memory."""
+
+MOST_SLOTS_EVER = 4 * MOST_SLOTS
+"""Those that are gone for good included."""
+
 ATTEMPTS_PER_TERM = 1_000_000
 """Attempts are numbered from the term's number times this, so that no two coordinators use the same one."""
 
@@ -421,7 +428,9 @@ def with_worker(state: Roster, worker: Worker) -> Roster:
 def without_worker(state: Roster, name: WorkerId) -> Roster:
     """The state after a worker has gone for good."""
     workers = tuple(worker for worker in state.workers if worker.name != name)
-    return replace(state, workers=workers, ghosts=state.ghosts | {name})
+    # Later nobody is taken at its word any more: a name that is not here is gone.
+    trusting = state.heard_s < state.trusting_until_s
+    return replace(state, workers=workers, ghosts=state.ghosts | {name} if trusting else state.ghosts)
 
 
 def with_standing(state: Roster, worker: Worker, standing: Standing) -> Roster:
@@ -434,6 +443,11 @@ def with_slot(state: Roster, slot: Slot) -> Roster:
     rest = tuple(s for s in state.slots if s.name != slot.name)
     slots = tuple(sorted((*rest, slot), key=lambda s: name_order(s.name)))
     return replace(state, slots=slots)
+
+
+def with_slots(state: Roster, slots: tuple[Slot, ...]) -> Roster:
+    """The state with all these new slots, in the order of names."""
+    return replace(state, slots=tuple(sorted((*state.slots, *slots), key=lambda s: name_order(s.name))))
 
 
 def with_agent(state: Roster, agent: Agent) -> Roster:

@@ -59,23 +59,30 @@ class Replay:
         """What differs between the record and the decision code's answer; nothing after the first difference."""
         if self._lost:
             return []
-        match record:
-            case RoundRecord() | ExchangeRecord():
-                problems = self._settle(record)
-            case PhaseRecord():
-                problems = self._open(record)
-            case PhaseEndRecord():
-                problems = self._end(record)
-            case PolicyRecord():
-                problems = self._agree(record)
-            case EraRecord():
-                problems = self._change(record)
-            case RewindRecord():
-                problems = self._rewind(record)
-            case RunRecord() | CheckpointRecord() | EndRecord():
-                problems = []
+        try:
+            problems = self._taken(record)
+        except (ArithmeticError, ValueError, LookupError, AssertionError) as error:
+            # No run has such numbers: it would have failed on them, too.
+            problems = [f"a {type(record).__name__} on which the decision code fails: {type(error).__name__}: {error}"]
         self._lost = self._lost or bool(problems)
         return problems
+
+    def _taken(self, record: Record) -> list[str]:
+        match record:
+            case RoundRecord() | ExchangeRecord():
+                return self._settle(record)
+            case PhaseRecord():
+                return self._open(record)
+            case PhaseEndRecord():
+                return self._end(record)
+            case PolicyRecord():
+                return self._agree(record)
+            case EraRecord():
+                return self._change(record)
+            case RewindRecord():
+                return self._rewind(record)
+            case RunRecord() | CheckpointRecord() | EndRecord():
+                return []
 
     def _change(self, record: EraRecord) -> list[str]:
         """The roster is the coordinator's decision, what follows from it is not."""

@@ -199,6 +199,8 @@ def _heard(state: Roster, worker: Worker, event: OfWorker, now_s: float) -> Step
         return arrivals.cut(state, worker, event.peer, now_s)
     worker = replace(worker, heard_s=now_s)
     state = with_worker(state, worker)
+    if isinstance(event, Entered | Stopped) and not eras.is_credible(state, event.era):
+        return _failed(state, worker, Failed(worker.name, f"says that it is in era {event.era}"), now_s)
     match event:
         case Offered():
             return arrivals.offered(state, worker, event, now_s)

@@ -11,6 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+MOST_MICRO_BATCHES = 1_000_000
+"""Of one worker at once. No run comes near it; a forged journal may, and would fill the memory of its reader."""
+
 
 def shares(batch: int, paces: Sequence[float], least: int = 1) -> tuple[int, ...]:
     """Divide ``batch`` samples in proportion to ``paces`` (samples per second), at least ``least`` each.
@@ -65,4 +68,6 @@ def entitlements(pool: int, held: Sequence[int], paces: Sequence[float]) -> tupl
 def cut(samples: int, size: int) -> tuple[int, ...]:
     """Near-equal micro-batches of at most ``size`` samples; the larger ones first."""
     count = -(-samples // size)
+    if count > MOST_MICRO_BATCHES:
+        raise ValueError(f"{samples} samples in micro-batches of {size}: more than {MOST_MICRO_BATCHES} at once")
     return tuple(samples // count + (1 if index < samples % count else 0) for index in range(count))

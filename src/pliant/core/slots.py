@@ -15,6 +15,8 @@ from pliant.core.endings import QUIET_EXIT, ending
 from pliant.core.events import AgentId, AskToLeave, Effect, Note, ProcessExited, SlotId, Start, Terminate
 from pliant.core.members import (
     COOLDOWN_S,
+    MOST_SLOTS,
+    MOST_SLOTS_EVER,
     Alive,
     Connected,
     Ending,
@@ -31,6 +33,7 @@ from pliant.core.members import (
     owner_of,
     slot_of,
     with_slot,
+    with_slots,
     with_standing,
     worker_in,
 )
@@ -47,6 +50,8 @@ UNJOINED_TIMES = 2
 def exited(state: Roster, event: ProcessExited, now_s: float) -> Step:
     """Note the end of a process."""
     slot = slot_of(state, event.slot)
+    if slot is None and room(state) == 0:
+        return state, ()
     if slot is None:
         # A new coordinator hears of a slot that has no process and never had a member.
         state = replace(state, last_slot=max(state.last_slot, number_of(event.slot)))
@@ -212,6 +217,8 @@ def scale_refusal(state: Roster, workers: int) -> str | None:
     if rules.max_workers is not None and workers > rules.max_workers:
         return f"{workers} workers are more than --max-workers {rules.max_workers}"
     owner = owner_of(state)
+    if workers - len(kept(state)) > room(state):
+        return f"{workers} workers are more than a run can have, {MOST_SLOTS}"
     if workers > len(kept(state)) and (owner is None or owner.peer is None):
         return "the run's launcher is not connected, so nobody can start workers; try again, or join with `--join`"
     return None
@@ -243,9 +250,14 @@ def kept(state: Roster) -> list[Slot]:
 def with_new_slots(state: Roster, agent: AgentId, count: int) -> tuple[Roster, tuple[SlotId, ...]]:
     """The state with so many slots more, and their names."""
     names = tuple(SlotId(f"w{state.last_slot + 1 + index}") for index in range(count))
-    for name in names:
-        state = with_slot(state, Slot(name, agent, cooldown_s=COOLDOWN_S))
+    state = with_slots(state, tuple(Slot(name, agent, cooldown_s=COOLDOWN_S) for name in names))
     return replace(state, last_slot=state.last_slot + count), names
+
+
+def room(state: Roster) -> int:
+    """How many slots more a run can have."""
+    living = sum(endings.may_come(state, slot, state.heard_s) for slot in state.slots)
+    return max(0, min(MOST_SLOTS - living, MOST_SLOTS_EVER - len(state.slots)))
 
 
 def _going_order(state: Roster, slot: Slot) -> tuple[int, int]:

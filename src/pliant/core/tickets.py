@@ -136,7 +136,9 @@ def pack(ticket: Ticket, bitmap: int, bits: int) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[Ticket, int]:
-    """The inverse of ``pack``."""
+    """The inverse of ``pack``; raises ``ValueError`` on what no worker packs."""
+    if len(data) < _FIELDS.size:
+        raise ValueError(f"{len(data)} bytes are no ticket")
     era, number, phase, kind, flags, *rest = _FIELDS.unpack_from(data)
     ticket = Ticket(era, number, phase, Kind(kind), Flag(flags), *rest)
     return ticket, int.from_bytes(data[_FIELDS.size :], "little")

@@ -36,6 +36,7 @@ from pliant.control.messages import (
     ToAgent,
 )
 from pliant.errors import PliantError
+from pliant.launch import trust
 from pliant.launch.directory import Access
 from pliant.launch.notices import noticed
 from pliant.launch.slots import Slots
@@ -81,6 +82,7 @@ class Agent:
         self._ui = ui
         self._directory = directory
         self._access = access
+        self._tls = trust.asked(access)
         self._slots = Slots(spec, directory, access, ui.output, self._exited)
         self._coordination = coordination
         if coordination is not None:
@@ -180,7 +182,7 @@ class Agent:
                 owner=self._coordination is not None,
             )
             try:
-                return await AgentLink.connect(self._access.address, self._access.token, enlist, ANSWER_S)
+                return await AgentLink.connect(self._access.address, self._access.token, enlist, ANSWER_S, self._tls)
             except Unreachable as error:
                 if self._coordination is None and not self._name:
                     raise

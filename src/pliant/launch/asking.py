@@ -1,32 +1,54 @@
 """Questions and wishes of people, put to a run's coordinator.
 
 Question  How does a command on the terminal reach a run that somebody else started?
-Holds     An answer that is not the one hoped for is a ``PliantError`` with one line: what is wrong, what to do.
-Source    ours; docs/protocol.md.
+Holds     An answer that is not the one hoped for is a ``PliantError`` with one line: what is wrong, what to do. The
+          token is never sent, and an answer counts only if who gave it knows the token too.
+Source    ours; docs/protocol.md, docs/design/0011-trust.md.
 """
 
 from __future__ import annotations
 
+import secrets
+import ssl
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from pliant import proof
+from pliant.control import tls
+from pliant.control.door import Door
 from pliant.errors import Refused, RunEnded, UsageError
 from pliant.launch import directory as run_directory
 from pliant.launch.directory import Access
-from pliant.runtime.environment import given_token
+from pliant.launch.trust import asked
+from pliant.runtime.environment import given_authority, given_token
+
+if TYPE_CHECKING:
+    from http.client import HTTPConnection
 
 ANSWER_S = 5.0
 """A coordinator that lives answers in milliseconds."""
 
 
-def found(directory: Path | None, address: str, token_file: Path | None) -> Access:
+def found(directory: Path | None, address: str, token_file: Path | None, authority: Path | None = None) -> Access:
     """The run that the options name; without any, the newest in runs/."""
     if not address:
         if token_file is not None and directory is None:
             raise UsageError("--token-file without --address; give both, or --dir")
-        return run_directory.access(directory or run_directory.newest())
-    return Access(address, token(directory, token_file))
+        there = run_directory.access(directory or run_directory.newest())
+        return there if authority is None else Access(there.address, there.token, authority)
+    return at(address, directory, token_file, authority)
+
+
+def at(address: str, directory: Path | None, token_file: Path | None, authority: Path | None) -> Access:
+    """The run at a given address."""
+    if authority is None and given_authority():
+        authority = Path(given_authority())
+    if authority is None and directory is not None:
+        authority = run_directory.authority_in(directory)
+    # The workers may have another working directory.
+    return Access(address, token(directory, token_file), authority.absolute() if authority is not None else None)
 
 
 def token(directory: Path | None, token_file: Path | None) -> str:
@@ -51,31 +73,70 @@ def post(access: Access, path: str, wish: dict[str, object]) -> bytes:
 
 
 def _asked(access: Access, method: str, path: str, body: bytes | None) -> bytes:
+    status, answer = _answered(access, method, path, body or b"")
+    if status == 401:
+        # A coordinator that has just been replaced does not know the other one's nonces.
+        status, answer = _answered(access, method, path, body or b"")
+    if status == 403:
+        raise Refused(f"the coordinator at {access.address} refused the token; is it another run's?")
+    if status != 200:
+        raise Refused(_reason(answer) or f"the coordinator at {access.address} answered {status}")
+    return answer
+
+
+def _answered(access: Access, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+    """Status and body, of somebody who knows the token; 401 and 403 may be anybody's."""
     # Not at the top: every command would load it, and only these use it.
     import http.client
 
-    headers = {"Authorization": f"Bearer {access.token}"}
-    if body is not None:
-        headers["Content-Type"] = "application/json"
+    connection = _connection(access)
     try:
-        connection = http.client.HTTPConnection(access.address, timeout=ANSWER_S)
-    except http.client.InvalidURL:
-        raise UsageError(f"{access.address!r} is no address; give HOST:PORT") from None
-    try:
-        connection.request(method, path, body=body, headers=headers)
+        connection.request("GET", "/nonce")
+        nonce = _nonce(connection.getresponse().read(), access)
+        own = secrets.token_bytes(proof.NONCE_BYTES)
+        headers = {"Authorization": proof.authorization(access.token, nonce, own, method, path, body)}
+        if body:
+            headers["Content-Type"] = "application/json"
+        connection.request(method, path, body=body or None, headers=headers)
         response = connection.getresponse()
         answer = response.read()
+    except ssl.SSLError as error:
+        raise tls.explained(error, access.address) from None
     except TimeoutError:
         raise RunEnded(f"the coordinator at {access.address} did not answer within {ANSWER_S:g} s; try again") from None
     except (OSError, http.client.HTTPException):
+        if access.authority is None and tls.speaks_tls(*Door(access.address, "").place, ANSWER_S):
+            raise tls.wants_tls(access.address) from None
         raise RunEnded(f"the run is over: nobody listens at {access.address}") from None
     finally:
         connection.close()
-    if response.status == 403:
-        raise Refused(f"the coordinator at {access.address} refused the token; is it another run's?")
-    if response.status != 200:
-        raise Refused(_reason(answer) or f"the coordinator at {access.address} answered {response.status}")
-    return answer
+    if response.status not in (401, 403):
+        expected = proof.answer_proof(access.token, nonce, own, response.status, answer)
+        if not proof.same(response.headers.get(proof.ANSWER_HEADER, ""), expected):
+            raise Refused(f"what answers at {access.address} does not know the token: it is no coordinator of this run")
+    return response.status, answer
+
+
+def _connection(access: Access) -> HTTPConnection:
+    import http.client
+
+    context = asked(access)
+    try:
+        if context is not None:
+            return http.client.HTTPSConnection(access.address, timeout=ANSWER_S, context=context)
+        return http.client.HTTPConnection(access.address, timeout=ANSWER_S)
+    except http.client.InvalidURL:
+        raise UsageError(f"{access.address!r} is no address; give HOST:PORT") from None
+
+
+def _nonce(text: bytes, access: Access) -> bytes:
+    try:
+        nonce = bytes.fromhex(text.decode())
+    except ValueError:
+        nonce = b""
+    if len(nonce) != proof.NONCE_BYTES:
+        raise Refused(f"what answers at {access.address} is no Pliant coordinator of this version")
+    return nonce
 
 
 def _reason(answer: bytes) -> str:

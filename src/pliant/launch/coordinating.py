@@ -2,7 +2,7 @@
 
 Question  How does a coordinator get its listening socket, its token and its charter?
 Holds     The socket is inherited, so nobody can take the port between two coordinators. The token is read from the run
-          directory, never from a command line. Torch is not imported.
+          directory, never from a command line; so are the paths of certificate and key. Torch is not imported.
 Source    ours; docs/design/0007-elastic.md.
 """
 
@@ -20,7 +20,9 @@ import msgspec
 
 from pliant.errors import PliantError, UsageError
 from pliant.launch import directory as run_directory
+from pliant.launch.directory import Trust
 from pliant.launch.supervision import REFUSED_EXIT
+from pliant.launch.trust import served
 from pliant.runtime.service import Charter, serve
 
 
@@ -46,14 +48,20 @@ def coordinate(
     rewind: bool = False,
     repeat: bool = False,
     on_ready: Callable[[], None] | None = None,
+    trust: Trust | None = None,
 ) -> None:
     """Serve the run in ``directory`` until it is over; ``repeat``: if it was over already, say so to who asks.
 
     ``rewind``: nobody of it lives, and it goes on from its last checkpoint.
     """
     charter = _charter(directory)
-    token = run_directory.access(directory).token
-    asyncio.run(serve(charter, directory, listener, token, resume, rewind=rewind, repeat=repeat, on_ready=on_ready))
+    access = run_directory.access(directory)
+    # Not inherited like the socket: a certificate that was renewed meanwhile is taken by the next coordinator.
+    tls = served(trust or run_directory.trust_in(directory), access.address.rpartition(":")[0])
+    serving = serve(
+        charter, directory, listener, access.token, resume, rewind=rewind, repeat=repeat, on_ready=on_ready, tls=tls
+    )
+    asyncio.run(serving)
 
 
 def _charter(directory: Path) -> Charter:

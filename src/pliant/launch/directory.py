@@ -2,7 +2,7 @@
 
 Question  Where do a run's journal, address, token and logs lie, and how are they found again?
 Holds     A name is taken only once, and a directory with a journal is never used for another run. The token can be
-          read by its owner only.
+          read by its owner only; a certificate's key is never copied.
 Source    ours; DESIGN, the user's interface.
 """
 
@@ -10,26 +10,51 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from pliant.core import journal
 from pliant.errors import UsageError
+from pliant.proof import metrics_token
 
 HOST = "127.0.0.1"
 
 JOURNAL, ADDRESS, TOKEN, CHARTER, LOGS = "journal.jsonl", "address", "token", "charter.json", "logs"
+METRICS_TOKEN, AUTHORITY, TRUST = "metrics-token", "ca.pem", "trust.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Where a run's coordinator listens, and what it asks for."""
+    """Where a run's coordinator listens, and what it asks for; under TLS if it has an ``authority``."""
 
     address: str
     token: str
+    authority: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """How a run's coordinator shows who it is; all that one that takes its place has to know."""
+
+    certificate: str = ""
+    key: str = ""
+    authority: str = ""
+    insecure: bool = False
+    """other machines may reach it though it has no certificate"""
+
+    @property
+    def tls(self) -> bool:
+        return bool(self.certificate)
+
+
+NO_TLS = Trust()
+"""For loopback."""
 
 
 def made(directory: Path | None, script: str) -> Path:
@@ -73,15 +98,63 @@ def expect_checkpoint(directory: Path | None) -> None:
 def publish(directory: Path, access: Access) -> None:
     """Write down where the coordinator is, for the commands of people."""
     write_private(directory / TOKEN, access.token)
+    write_private(directory / METRICS_TOKEN, metrics_token(access.token))
+    copy = directory / AUTHORITY
+    if access.authority is None:
+        copy.unlink(missing_ok=True)
+    elif access.authority.resolve() != copy.resolve():
+        copy.write_bytes(access.authority.read_bytes())
     (directory / ADDRESS).write_text(access.address + "\n")
 
 
 def access(directory: Path) -> Access:
     """Where the coordinator of the run in ``directory`` is."""
     try:
-        return Access((directory / ADDRESS).read_text().strip(), (directory / TOKEN).read_text().strip())
+        address, token = (directory / ADDRESS).read_text().strip(), (directory / TOKEN).read_text().strip()
     except (OSError, UnicodeDecodeError):
         raise UsageError(f"no run in {directory}; give a run's directory with --dir") from None
+    return Access(address, token, authority_in(directory))
+
+
+def authority_in(directory: Path) -> Path | None:
+    """The certificate authority of a run whose coordinator speaks TLS."""
+    path = (directory / AUTHORITY).resolve()
+    return path if path.is_file() else None
+
+
+def write_trust(directory: Path, trust: Trust) -> None:
+    """Keep it for a coordinator that takes the place of a lost one."""
+    (directory / TRUST).write_bytes(msgspec.json.encode(trust))
+
+
+def trust_in(directory: Path) -> Trust:
+    """What ``write_trust`` has kept."""
+    path = directory / TRUST
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Trust)
+    except FileNotFoundError:
+        return Trust()
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"{path} is damaged or of another version of Pliant: {error}") from None
+
+
+def check_exposure(host: str, trust: Trust) -> None:
+    """Refuse a coordinator that strangers can reach and that has nothing but its token."""
+    if trust.tls or trust.insecure or _is_loopback(host):
+        return
+    raise UsageError(
+        f"--host {host} can be reached from other machines: give --tls-cert, --tls-key and --tls-ca "
+        f"(`pliant certs init DIR --host {host}` makes them), or --insecure in a network that you trust"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        found = {place[4][0] for place in socket.getaddrinfo(host, None)}
+    except OSError:
+        # No address of this machine either, which is said when it is bound.
+        return True
+    return all(ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found)
 
 
 def newest() -> Path:

@@ -18,7 +18,8 @@ import msgspec
 
 from pliant.control.messages import Over
 from pliant.launch import directory as run_directory
-from pliant.launch.directory import HOST, Access
+from pliant.launch import trust
+from pliant.launch.directory import HOST, NO_TLS, Access, Trust
 from pliant.launch.process import Stream
 from pliant.launch.spec import JobSpec, Outcome, Screen, Silent, check
 from pliant.launch.supervision import Coordination
@@ -26,7 +27,21 @@ from pliant.launch.supervision import Coordination
 if TYPE_CHECKING:
     from pliant.launch.agent import Agent
 
-__all__ = ["HOST", "Access", "JobSpec", "Outcome", "Screen", "Silent", "Stream", "join", "join_job", "run", "run_job"]
+__all__ = [
+    "HOST",
+    "NO_TLS",
+    "Access",
+    "JobSpec",
+    "Outcome",
+    "Screen",
+    "Silent",
+    "Stream",
+    "Trust",
+    "join",
+    "join_job",
+    "run",
+    "run_job",
+]
 
 
 def run(spec: JobSpec, *, ui: Screen | None = None) -> Outcome:
@@ -46,10 +61,14 @@ async def run_job(spec: JobSpec, *, ui: Screen) -> Outcome:
         run_directory.expect_checkpoint(spec.directory)
     elif spec.directory is not None:
         run_directory.refuse_journal(spec.directory)
+    run_directory.check_exposure(spec.host, spec.trust)
+    trust.served(spec.trust, spec.host)
     with run_directory.bound(spec.host, spec.port) as listener:
         directory = run_directory.made(spec.directory, spec.script)
-        access = Access(f"{spec.host}:{listener.getsockname()[1]}", secrets.token_urlsafe(32))
+        authority = Path(spec.trust.authority) if spec.trust.tls else None
+        access = Access(f"{spec.host}:{listener.getsockname()[1]}", secrets.token_urlsafe(32), authority)
         run_directory.publish(directory, access)
+        run_directory.write_trust(directory, spec.trust)
         (directory / run_directory.CHARTER).write_bytes(_charter(spec, directory))
         with contextlib.closing(
             Coordination(directory, listener, "rewind" if spec.resume else "start")

@@ -66,6 +66,7 @@ class Slots:
             each(spec.paces, place, 1.0),
             each(spec.sizes, place, None),
             grace_s=spec.grace_s,
+            authority=str(self._access.authority or ""),
         )
         process = WorkerProcess(slot, self._logs / f"{slot}.log", self._seen, self._show, self._exited)
         self._processes[slot] = process

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from pliant.core.members import DEAD_AFTER_S
 from pliant.errors import UsageError
-from pliant.launch.directory import HOST
+from pliant.launch.directory import HOST, NO_TLS, Trust
 from pliant.launch.process import Stream
 from pliant.runtime.status import Status
 
@@ -51,6 +51,8 @@ class JobSpec:
     notice_command: str = ""
     """exits with 0 when this machine is about to go away"""
     notice_every_s: float = NOTICE_EVERY_S
+    trust: Trust = NO_TLS
+    """the coordinator's certificate; not for ``join``"""
 
 
 @dataclass(frozen=True, slots=True)

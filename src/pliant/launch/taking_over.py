@@ -10,29 +10,42 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from pliant.errors import UsageError
 from pliant.launch import directory as run_directory
 from pliant.launch.coordinating import coordinate
-from pliant.launch.directory import Access
+from pliant.launch.directory import NO_TLS, Trust
+from pliant.launch.trust import served
 
 
-def take_over(directory: Path, port: int, say: Callable[[str], None]) -> None:
-    """Coordinate the run in ``directory`` until it is over; ``port`` 0 is the lost coordinator's."""
+def take_over(directory: Path, port: int, say: Callable[[str], None], trust: Trust = NO_TLS) -> None:
+    """Coordinate the run in ``directory`` until it is over; ``port`` 0 is the lost coordinator's.
+
+    With a ``trust`` of its own it shows another certificate than the lost one, of an authority the workers know.
+    """
     access = run_directory.access(directory)
     host, _, old = access.address.rpartition(":")
+    kept = run_directory.trust_in(directory)
+    if trust.tls and not kept.tls:
+        raise UsageError(
+            f"the workers of the run in {directory} know no TLS; leave out --tls-cert, --tls-key and --tls-ca"
+        )
+    trust = replace(trust if trust.tls else kept, insecure=kept.insecure or trust.insecure)
+    run_directory.check_exposure(host, trust)
+    served(trust, host)
     with _bound(directory, host, port or int(old)) as listener:
         address = f"{host}:{listener.getsockname()[1]}"
 
         def ready() -> None:
             # Not before: only now is it certain that no other one holds the lock.
             if address != access.address:
-                run_directory.publish(directory, Access(address, access.token))
+                run_directory.publish(directory, replace(access, address=address))
             say(f"coordinating the run at {address}")
 
         try:
-            coordinate(directory.resolve(), listener, resume=True, on_ready=ready)
+            coordinate(directory.resolve(), listener, resume=True, on_ready=ready, trust=trust)
         except KeyboardInterrupt:
             say("interrupted; the workers go on, and wait for another coordinator")
 

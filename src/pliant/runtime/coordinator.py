@@ -37,11 +37,23 @@ EVENTS_KEPT = 1000
 CHECKPOINTS_KEPT = 3
 """A damaged one is not the end."""
 
+SAVED_WAITING = 10
+"""Checkpoints that wait for the records that lead to them; one worker at a time writes one."""
+
 COMPLAINS_EVERY_S = 10.0
 """How often the user is told that the journal cannot be written."""
 
 END_PATIENCE_S = 60.0
 """How long a run that is over waits for its journal to be whole."""
+
+KEYS_BYTES = 64 << 20
+"""Of the keys under which one group is formed: a member puts some 150 bytes for each other one."""
+
+EARLY_BYTES = 64 << 20
+"""Of journal records that wait for their predecessors; whoever sends them keeps and repeats what is not written."""
+
+LEAST_DEAD_AFTER_S = 0.1
+"""Below it every worker would be lost at once, whatever a script says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +142,7 @@ class Coordinator:
         self._agent_of: dict[int, events.AgentId] = {}
         self._agent_peer: dict[events.AgentId, Peer] = {}
         self._keys: dict[int, dict[str, bytes]] = {}
+        self._keys_bytes = 0
         self._rosters: dict[int, tuple[WorkerId, ...]] = {}
         self._happenings: deque[Happening] = deque(maxlen=EVENTS_KEPT)
         if records is None:
@@ -322,13 +335,13 @@ class Coordinator:
     def _heard(self, worker: WorkerId, message: messages.FromWorker, now_s: float) -> None:
         match message:
             case messages.Put(attempt=attempt, key=key, value=value):
-                self._push(worker, messages.Push(attempt, key, value))
+                self._push(worker, messages.Push(attempt, key, value), now_s)
             case messages.Lines(first=first, records=records):
                 self._record(worker, first, records, now_s)
             case messages.Plan(epochs=epochs, samples=samples):
                 self._tally.plan(epochs, samples)
             case messages.Saved():
-                self._saved.append(message)
+                self._saved = [*self._saved, message][-SAVED_WAITING:]
                 self._name_checkpoints()
             case messages.Hello():
                 pass
@@ -343,7 +356,7 @@ class Coordinator:
                 m = message
                 return events.Beaten(worker, m.round, m.progress, m.waiting, m.usual_s, m.active, m.era)
             case messages.Leaving(reason=reason):
-                return events.Leaving(worker, reason)
+                return events.Leaving(worker, translation.first_line(reason))
             case messages.Stopped(era=era, exchange=exchange, active=active, failed=failed):
                 return events.Stopped(worker, era, exchange, active, translation.first_line(failed))
             case messages.Entered(era=era, exchange=exchange):
@@ -361,20 +374,27 @@ class Coordinator:
         try:
             dead_after_s = float(ready.signature.settings["dead_after"])
         except (KeyError, ValueError):
-            dead_after_s = None
+            dead_after_s = 0.0
         length: int | None = None
         recorded: int | None = None
         call, calls = ready.call, self._tally.calls
         # Where the tasks differ, the group says so when the call is made.
         if call is not None and 0 <= call.place < len(calls) and calls[call.place].task == call.task:
             length, recorded = call.length, calls[call.place].length
-        return events.Offered(worker, translation.terms(ready.signature), ready.address, dead_after_s, length, recorded)
+        given_s = dead_after_s if dead_after_s >= LEAST_DEAD_AFTER_S else None
+        return events.Offered(worker, translation.terms(ready.signature), ready.address, given_s, length, recorded)
 
-    def _push(self, sender: WorkerId, push: messages.Push) -> None:
+    def _push(self, sender: WorkerId, push: messages.Push, now_s: float) -> None:
         """Hand a key on to the members of its attempt; kept for those who come back to it."""
-        if push.attempt not in self._rosters:
+        if sender not in self._rosters.get(push.attempt, ()):
             return
-        self._keys[push.attempt][push.key] = push.value
+        keys = self._keys[push.attempt]
+        keys[push.key] = push.value
+        self._keys_bytes += len(push.key) + len(push.value)
+        if self._keys_bytes > KEYS_BYTES:
+            del keys[push.key]
+            self.handle(events.Failed(sender, f"put more than {KEYS_BYTES} bytes to form one group"), now_s)
+            return
         self._send(push, (name for name in self._rosters[push.attempt] if name != sender))
 
     def _record(self, worker: WorkerId, first: int, payloads: list[bytes], now_s: float) -> None:
@@ -386,10 +406,14 @@ class Coordinator:
         if not all(isinstance(record, FROM_WORKERS) for record in records):
             self.handle(events.Failed(worker, "sent journal records that are not its own to write"), now_s)
             return
+        size = sum(map(len, payloads))
+        if first > self._lines.written and self._lines.early_bytes + size > EARLY_BYTES:
+            self.handle(events.Failed(worker, "sent too many journal records out of order"), now_s)
+            return
         if records:
             # Lines leave a worker when everybody has settled an exchange: there is a state that a new start would lose.
             self._state = replace(self._state, settled=max(self._state.settled, 1))
-        self._write(self._lines.taken(first, records))
+        self._write(self._lines.taken(first, records, size))
         self._name_checkpoints()
 
     def _write(self, records: list[journal.Record]) -> None:
@@ -562,7 +586,7 @@ class Coordinator:
         """Tell of a group to be formed, and what its members have said about it so far."""
         if attempt not in self._rosters:
             # Nothing that is formed now can be of an older attempt.
-            self._rosters, self._keys = {attempt: roster}, {attempt: {}}
+            self._rosters, self._keys, self._keys_bytes = {attempt: roster}, {attempt: {}}, 0
         self._send(message, to)
         for key, value in self._keys[attempt].items():
             self._send(messages.Push(attempt, key, value), to)
@@ -578,10 +602,11 @@ class Coordinator:
         peer.send(messages.Enlisted(self.charter.job, effect.agent, self._state.term, list(effect.slots)))
 
     def _note(self, note: events.Note, now_s: float) -> None:
-        self._happenings.append(Happening(now_s + self._unix_offset_s, note.kind, note.worker, note.text))
+        text = translation.printable(note.text)
+        self._happenings.append(Happening(now_s + self._unix_offset_s, note.kind, note.worker, text))
         if not note.quiet:
             for peer in self._agent_peer.values():
-                peer.send(messages.Note(note.text))
+                peer.send(messages.Note(text))
 
     def _end(self, end: events.Ended) -> None:
         self._write([journal.EndRecord(end.reason, end.completed, end.exit_status)])

@@ -17,6 +17,7 @@ __all__ = [
     "Job",
     "current_job",
     "environment_of",
+    "given_authority",
     "given_token",
     "is_worker",
     "job_from",
@@ -25,8 +26,9 @@ __all__ = [
 ]
 
 _ADDRESS, _TOKEN, _WORKER = "PLIANT_ADDRESS", "PLIANT_TOKEN", "PLIANT_WORKER"
+_AUTHORITY = "PLIANT_TLS_CA"
 _PACE, _SIZE, _GRACE = "PLIANT_PACE", "PLIANT_SIZE", "PLIANT_GRACE"
-_OF_A_JOB = (_ADDRESS, _TOKEN, _WORKER, _PACE, _SIZE, _GRACE)
+_OF_A_JOB = (_ADDRESS, _TOKEN, _AUTHORITY, _WORKER, _PACE, _SIZE, _GRACE)
 _THREADS = "OMP_NUM_THREADS"
 
 
@@ -35,7 +37,8 @@ class Job:
     """Where a worker belongs. ``worker`` is the launcher's slot, the first part of the name the coordinator gives.
 
     ``pace`` below 1 emulates a slower device; ``size`` overrides ``batches``' own; ``grace_s`` is how long the worker
-    may take to go when it is asked to.
+    may take to go when it is asked to. ``authority`` is the file with the certificate authority of a run whose
+    coordinator speaks TLS.
     """
 
     address: str
@@ -44,6 +47,7 @@ class Job:
     pace: float = 1.0
     size: int | None = None
     grace_s: float = 30.0
+    authority: str = ""
 
 
 def is_worker() -> bool:
@@ -74,6 +78,7 @@ def job_from(environ: Mapping[str, str]) -> Job | None:
         pace=_pace(environ.get(_PACE, "1")),
         size=_size(environ.get(_SIZE, "")),
         grace_s=float(environ.get(_GRACE, "30")),
+        authority=environ.get(_AUTHORITY, ""),
     )
 
 
@@ -83,6 +88,8 @@ def environment_of(job: Job) -> dict[str, str]:
     variables |= {_PACE: repr(job.pace), _GRACE: repr(job.grace_s)}
     if job.size is not None:
         variables[_SIZE] = str(job.size)
+    if job.authority:
+        variables[_AUTHORITY] = job.authority
     return variables
 
 
@@ -103,6 +110,11 @@ def plain_environment() -> dict[str, str]:
 def given_token() -> str:
     """The token for joining a run from another machine; empty if none is set."""
     return os.environ.get(_TOKEN, "").strip()
+
+
+def given_authority() -> str:
+    """The file with the certificate authority of a run on another machine; empty if none is set."""
+    return os.environ.get(_AUTHORITY, "").strip()
 
 
 def _cores() -> int:

@@ -99,10 +99,12 @@ class Numbered:
     def __init__(self, written: int = 0) -> None:
         self.written = written
         """how many were given out; also the number of the next one"""
+        self.early_bytes = 0
+        """of the messages whose records wait for their predecessors, as told"""
         self._early: dict[int, journal.Record] = {}
 
-    def taken(self, first: int, records: Sequence[journal.Record]) -> list[journal.Record]:
-        """Those that can be written now, among these and earlier ones that had to wait."""
+    def taken(self, first: int, records: Sequence[journal.Record], size: int = 0) -> list[journal.Record]:
+        """Those that can be written now, among these (of so many bytes) and earlier ones that had to wait."""
         for number, record in enumerate(records, start=first):
             if number >= self.written:
                 self._early.setdefault(number, record)
@@ -110,4 +112,5 @@ class Numbered:
         while self.written in self._early:
             due.append(self._early.pop(self.written))
             self.written += 1
+        self.early_bytes = self.early_bytes + size if self._early else 0
         return due

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 
 from pliant.control.client import Link
 from pliant.control.messages import Signature
+from pliant.control.tls import client_context
 from pliant.core import rounds
 from pliant.core.endings import QUIET_EXIT
 from pliant.core.rounds import Policy, Standing
@@ -185,7 +187,8 @@ def turned_away(error: PliantError) -> None:
 
 def _connected(job: Job) -> Link:
     try:
-        return Link.connect(job.address, job.token, job.worker, version("pliant"))
+        context = client_context(Path(job.authority)) if job.authority else None
+        return Link.connect(job.address, job.token, job.worker, version("pliant"), context)
     except PliantError as error:
         if isinstance(error, Stopped) and error.completed:
             raise SystemExit(0) from None

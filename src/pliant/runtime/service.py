@@ -16,12 +16,15 @@ import fcntl
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pliant.control.app import Server, application
+from pliant.control.app import application
+from pliant.control.gate import Gate
+from pliant.control.port import Server
 from pliant.core import events
 from pliant.errors import UsageError
 from pliant.runtime.coordinator import Charter, Coordinator, JournalFile
@@ -53,6 +56,7 @@ async def serve(
     rewind: bool = False,
     repeat: bool = False,
     on_ready: Callable[[], None] | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> events.Ended:
     """Coordinate the run in ``directory`` until it is over; ``repeat``: if it is over, tell those who ask.
 
@@ -61,7 +65,8 @@ async def serve(
     with _locked(directory), contextlib.ExitStack() as stack:
         coordinator, journal_file = await _begun(charter, directory, resume, repeat, rewind)
         stack.callback(journal_file.close)
-        server = Server(application(coordinator, token))
+        gate = Gate(_logged)
+        server = Server(application(coordinator, token, gate), gate, tls)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         terminated = asyncio.Event()
         with _signals(terminated):
@@ -137,6 +142,11 @@ async def _followed(
     while (over or coordinator.has_agents) and time.monotonic() < until_s and not serving.done():
         await asyncio.sleep(TICK_S / 5)
     return coordinator.end
+
+
+def _logged(text: str) -> None:
+    """One line in the coordinator's log."""
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -33,6 +33,8 @@ from pliant.core.members import name_order
 WINDOW_S = 5.0
 """Speeds are means over this time: long enough to be readable, short enough to follow a change."""
 
+LEAST_BUSY_S = 1e-9
+
 SPARE_AFTER_ROUNDS = 3
 """A worker without a sample in so many rounds of a phase is a spare; one round may pass by a slow worker."""
 
@@ -102,6 +104,9 @@ class Tally:
         self._rows: dict[str, WorkerStatus] = {}
         self._roster: list[str] = []
         self._recent: deque[tuple[float, int, list[int], list[float]]] = deque()
+        self._recent_samples: list[int] = []
+        self._recent_busy_s: list[float] = []
+        """sums over ``_recent`` by place in the roster: a fast run has thousands of rounds in it"""
         self._phase_rounds = 0
         self._phase_samples: list[int] = []
         self._began_s: float | None = None
@@ -122,7 +127,7 @@ class Tally:
         """Take in what an earlier coordinator has written."""
         for record in records:
             self.add(record, now_s - WINDOW_S)
-        self._recent.clear()
+        self._forget_recent()
         self._began_s = now_s if self._began_s is not None else None
         self._began_at = self._done()[0]
 
@@ -135,7 +140,7 @@ class Tally:
             case EraRecord(era=era, roster=roster):
                 status.era, status.eras, self._roster = max(status.era, era), status.eras + 1, roster
                 # What is counted by place in the roster begins anew.
-                self._recent.clear()
+                self._forget_recent()
                 self._phase_rounds, self._phase_samples = 0, [0] * len(roster)
             case PhaseRecord():
                 self._open(record, now_s)
@@ -154,12 +159,21 @@ class Tally:
     def tick(self, now_s: float) -> None:
         """Let speeds fade and the estimate of the time left run on."""
         while self._recent and now_s - self._recent[0][0] > WINDOW_S:
-            self._recent.popleft()
+            _, _, samples, busy_s = self._recent.popleft()
+            self._recent_samples = [a - b for a, b in zip(self._recent_samples, samples, strict=False)]
+            self._recent_busy_s = [a - b for a, b in zip(self._recent_busy_s, busy_s, strict=False)]
+        if not self._recent:
+            self._forget_recent()
         began_s = self._began_s if self._began_s is not None else now_s
         span_s = min(WINDOW_S, now_s - began_s)
-        samples = sum(entry[1] for entry in self._recent)
-        self.status.samples_per_s = samples / span_s if span_s > 0 else 0.0
+        batches = sum(entry[1] for entry in self._recent)
+        self.status.samples_per_s = batches / span_s if span_s > 0 else 0.0
         self.status.eta_s = self._time_left(now_s)
+
+    def _forget_recent(self) -> None:
+        """No sum of differences outlives its window."""
+        self._recent.clear()
+        self._recent_samples, self._recent_busy_s = [0] * len(self._roster), [0.0] * len(self._roster)
 
     def _row(self, name: str) -> WorkerStatus:
         slot = name.partition(".")[0]
@@ -202,7 +216,10 @@ class Tally:
         status.samples_total = record.samples_total
         status.epoch_done += record.batch
         status.skipped += record.skipped
-        self._recent.append((now_s, record.batch, samples, [ticket.busy_s for ticket in record.tickets]))
+        busy_s = [ticket.busy_s for ticket in record.tickets]
+        self._recent.append((now_s, record.batch, samples, busy_s))
+        self._recent_samples = [a + b for a, b in zip(self._recent_samples, samples, strict=False)]
+        self._recent_busy_s = [a + b for a, b in zip(self._recent_busy_s, busy_s, strict=False)]
         self._measure(samples)
 
     def _spend(self, tickets: list[TicketLine]) -> None:
@@ -213,11 +230,10 @@ class Tally:
             row.idle_s += ticket.idle_s
 
     def _measure(self, samples: list[int]) -> None:
-        for index, name in enumerate(self._roster):
-            done = sum(entry[2][index] for entry in self._recent if index < len(entry[2]))
-            busy_s = sum(entry[3][index] for entry in self._recent if index < len(entry[3]))
+        for name, done, busy_s in zip(self._roster, self._recent_samples, self._recent_busy_s, strict=False):
             row = self._row(name)
-            row.pace = done / busy_s if busy_s > 0 else row.pace
+            # A time that no clock measures would make it infinite, which JSON cannot carry.
+            row.pace = done / busy_s if busy_s > LEAST_BUSY_S else row.pace
         self._phase_rounds += 1
         self._phase_samples = [a + b for a, b in zip(self._phase_samples, samples, strict=False)]
         if self._phase_rounds >= SPARE_AFTER_ROUNDS:

@@ -15,6 +15,9 @@ from pliant.core.journal import RoundRecord
 from pliant.core.terms import Terms
 from pliant.types import WorkerId
 
+TEXT_LENGTH = 2000
+"""Of a line for people: what a worker failed with may be a tensor in words."""
+
 
 def last_name(slot: members.Slot) -> str:
     """The name of the slot's last worker, or of its first one to be."""
@@ -102,4 +105,10 @@ def addressed(addresses: Mapping[WorkerId, str]) -> dict[str, str]:
 
 def first_line(text: str) -> str:
     """The first line; the rest of a long message is in the worker's own output."""
-    return next(iter(text.strip().splitlines()), "")
+    return printable(next(iter(text.strip().splitlines()), ""))
+
+
+def printable(text: str) -> str:
+    """What a terminal shows and does not obey, and not too much of it."""
+    text = text if len(text) <= TEXT_LENGTH else text[: TEXT_LENGTH - 1] + "…"
+    return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)

@@ -601,6 +601,8 @@ class Worker:
         merged = None
         if len(self.group.roster) > 1:
             merged = self.training.buffers.hand_in(weight, leader=self._member == self._holders()[0])
+        else:
+            self.training.buffers.go_alone()
         return self.training.gradients.hand_in(overlap=overlap, returning=returning), merged
 
     def _inspect(self, mine: Contribution) -> tuple[int, float | None]:

@@ -175,6 +175,10 @@ class Buffers:
                 self._merged[index] = self._tensors[index].detach().clone()
         self._versions = [tensor._version for tensor in self._tensors]
 
+    def go_alone(self) -> None:
+        """There is nobody to merge with: this worker's own values are the group's."""
+        self._merged = {}
+
     @torch.no_grad()
     def drain(self) -> None:
         """Set every buffer to the group's last merged value: what was forwarded and cut off is forgotten."""

@@ -72,7 +72,10 @@ def _rebuilt(value: Any, tensors: Any) -> Any:
             return float(value[_FLOAT])
         if _TUPLE in value:
             return tuple(_rebuilt(item, tensors) for item in value[_TUPLE])
-        return {key: _rebuilt(item, tensors) for key, item in value[_DICT]}
+        found = {key: _rebuilt(item, tensors) for key, item in value[_DICT]}
+        if len(found) < len(value[_DICT]):
+            raise ValueError("the same key twice in a dict: one of two values would be lost")
+        return found
     return value
 
 

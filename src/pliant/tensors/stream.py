@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import hmac
 import os
 import secrets
 import select
@@ -28,6 +26,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from pliant.proof import NONCE_BYTES, PROOF_BYTES, is_proof, proof
+
 CHUNK_BYTES = 1 << 20
 """Small enough to be checked in a millisecond, large enough for the header not to count."""
 
@@ -35,7 +35,6 @@ FRAME_BYTES = 4 << 20
 """Of one message: the names of some 50,000 tensors."""
 
 _GREETING = b"pliant handoff 1\n"
-_NONCE_BYTES = 32
 _CHUNK = struct.Struct("!II")
 _LENGTH = struct.Struct("!I")
 
@@ -47,34 +46,29 @@ class Broken(Exception):
 # -- proving who one is
 
 
-def _proof(token: str, role: bytes, first: bytes, second: bytes) -> bytes:
-    # The role is part of it: an answer cannot be played back to its sender.
-    return hmac.digest(token.encode(), role + first + second, hashlib.sha256)
-
-
 def welcome(reader: BinaryIO, writer: BinaryIO, token: str) -> None:
-    mine = secrets.token_bytes(_NONCE_BYTES)
+    mine = secrets.token_bytes(NONCE_BYTES)
     writer.write(_GREETING + mine)
     writer.flush()
-    theirs = _read(reader, _NONCE_BYTES)
-    if not hmac.compare_digest(_read(reader, hashlib.sha256().digest_size), _proof(token, b"newcomer", mine, theirs)):
+    theirs = _read(reader, NONCE_BYTES)
+    if not is_proof(_read(reader, PROOF_BYTES), token, b"newcomer", mine, theirs):
         raise Broken("does not know the token of the job")
-    writer.write(_proof(token, b"donor", theirs, mine))
+    writer.write(proof(token, b"donor", theirs, mine))
     writer.flush()
 
 
 def introduce(reader: BinaryIO, writer: BinaryIO, token: str) -> None:
     if _read(reader, len(_GREETING)) != _GREETING:
         raise Broken("is no donor of this version of Pliant")
-    theirs = _read(reader, _NONCE_BYTES)
-    mine = secrets.token_bytes(_NONCE_BYTES)
-    writer.write(mine + _proof(token, b"newcomer", theirs, mine))
+    theirs = _read(reader, NONCE_BYTES)
+    mine = secrets.token_bytes(NONCE_BYTES)
+    writer.write(mine + proof(token, b"newcomer", theirs, mine))
     writer.flush()
     try:
-        answer = _read(reader, hashlib.sha256().digest_size)
+        answer = _read(reader, PROOF_BYTES)
     except (Broken, ConnectionError):
         raise Broken("did not accept the token of the job") from None
-    if not hmac.compare_digest(answer, _proof(token, b"donor", mine, theirs)):
+    if not is_proof(answer, token, b"donor", mine, theirs):
         raise Broken("does not know the token of the job")
 
 

@@ -93,7 +93,7 @@ class VirtualLink(Link):
     def __init__(self, process: Process, network: Network, slot: str, version: str) -> None:
         self.process = process
         self._network = network
-        self._address, self._token, self._slot, self._version = "virtual:0", "", slot, version
+        self._address, self._slot, self._version = "virtual:0", slot, version
         self.local_address = slot
         self.position = Position()
         self._pledges: dict[str, FromWorker] = {}

@@ -238,6 +238,9 @@ class VirtualBuffers:
                 self._merged[index] = number.value
         self._changed = False
 
+    def go_alone(self) -> None:
+        self._merged = {}
+
     def drain(self) -> None:
         for index, value in self._merged.items():
             self._own[index] = value

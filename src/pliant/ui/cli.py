@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pliant.errors import PliantError, RunEnded, UsageError
-from pliant.launch import asking, local
+from pliant.launch import asking, local, trust
 from pliant.launch.spec import GRACE_S, NOTICE_EVERY_S
 from pliant.runtime.status import Status
 from pliant.ui import progress
@@ -34,6 +34,12 @@ FOLLOW_S = 0.5
 Directory = Annotated[Path | None, typer.Option("--dir", help="The run directory (default: the newest in runs/).")]
 Address = Annotated[str, typer.Option("--address", metavar="HOST:PORT", help="The coordinator, instead of --dir.")]
 TokenFile = Annotated[Path | None, typer.Option("--token-file", help="The file with the token, for --address.")]
+Authority = Annotated[
+    Path | None, typer.Option("--tls-ca", help="The run's certificate authority (ca.pem), if it speaks TLS.")
+]
+Certificate = Annotated[Path | None, typer.Option("--tls-cert", help="The coordinator's certificate.")]
+Key = Annotated[Path | None, typer.Option("--tls-key", help="The certificate's key.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Let other machines reach the coordinator without TLS.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print what the coordinator answers.")]
 
 app = typer.Typer(
@@ -91,6 +97,10 @@ def run(
     notice_every: Annotated[float, typer.Option(help="Seconds between two of these questions.")] = NOTICE_EVERY_S,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --dir from its checkpoint.")] = False,
+    tls_cert: Certificate = None,
+    tls_key: Key = None,
+    tls_ca: Authority = None,
+    insecure: Insecure = False,
 ) -> None:
     """Run a script on several workers of this machine, or add workers to a run (--join)."""
     if not module and not Path(script).is_file():
@@ -112,9 +122,12 @@ def run(
         notice_command=notice_command,
         notice_every_s=notice_every,
         resume=resume,
+        trust=local.NO_TLS if join else trust.given(tls_cert, tls_key, tls_ca, insecure=insecure),
     )
     if join:
-        access = local.Access(join, asking.token(directory, token_file))
+        if tls_cert is not None or tls_key is not None:
+            raise UsageError("--tls-cert and --tls-key are the coordinator's; a joiner needs --tls-ca alone")
+        access = asking.at(join, directory, token_file, tls_ca)
         outcome = local.join(spec, access, ui=progress.Terminal())
     else:
         outcome = local.run(spec, ui=progress.Terminal())
@@ -128,19 +141,28 @@ def coordinator(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Another port; only newcomers find it there.", show_default=False)
     ] = 0,
+    tls_cert: Certificate = None,
+    tls_key: Key = None,
+    tls_ca: Authority = None,
+    insecure: Insecure = False,
 ) -> None:
     """Start a run's coordinator by hand, where the launcher that kept it was lost."""
     if not resume:
         raise UsageError("`pliant run` starts a run with its coordinator; give --resume to take a lost one's place")
     from pliant.launch.taking_over import take_over
 
-    take_over(directory, port, lambda text: print(f"pliant: {text}", file=sys.stderr, flush=True))
+    own = trust.given(tls_cert, tls_key, tls_ca, insecure=insecure)
+    take_over(directory, port, lambda text: print(f"pliant: {text}", file=sys.stderr, flush=True), own)
 
 
 @app.command()
 def audit(
     path: Annotated[Path, typer.Argument(metavar="JOURNAL", help="A run's journal.jsonl, or its directory.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Samples and sums only; the decisions are not made again. Ten times as fast."),
+    ] = False,
 ) -> None:
     """Prove that each sample was used once per epoch, or say which were not."""
     from pliant.core.audit import audit as audited
@@ -149,7 +171,7 @@ def audit(
     path = path / "journal.jsonl" if path.is_dir() else path
     if not path.is_file():
         raise UsageError(f"no journal at {path}; it is journal.jsonl in the run's directory")
-    report = audited(history(path))
+    report = audited(history(path), replay=not quick)
     if as_json:
         print(json.dumps({"problems": report.problems, **report.summary}))
     else:
@@ -163,10 +185,14 @@ def audit(
 
 @app.command()
 def status(
-    directory: Directory = None, address: Address = "", token_file: TokenFile = None, as_json: AsJson = False
+    directory: Directory = None,
+    address: Address = "",
+    token_file: TokenFile = None,
+    tls_ca: Authority = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show how a run is getting on."""
-    answer = asking.get(asking.found(directory, address, token_file), "/status")
+    answer = asking.get(asking.found(directory, address, token_file, tls_ca), "/status")
     if as_json:
         print(answer.decode())
         return
@@ -185,11 +211,12 @@ def scale(
     directory: Directory = None,
     address: Address = "",
     token_file: TokenFile = None,
+    tls_ca: Authority = None,
 ) -> None:
     """Change the number of workers of a run."""
     if workers < 1:
         raise UsageError(f"a run cannot go on with {workers} workers; give at least 1, or end it with Ctrl-C")
-    said = asking.post(asking.found(directory, address, token_file), "/scale", {"workers": workers})
+    said = asking.post(asking.found(directory, address, token_file, tls_ca), "/scale", {"workers": workers})
     print(said.decode().strip())
 
 
@@ -199,9 +226,10 @@ def drain(
     directory: Directory = None,
     address: Address = "",
     token_file: TokenFile = None,
+    tls_ca: Authority = None,
 ) -> None:
     """Let a worker finish its round and leave."""
-    said = asking.post(asking.found(directory, address, token_file), "/drain", {"worker": worker})
+    said = asking.post(asking.found(directory, address, token_file, tls_ca), "/drain", {"worker": worker})
     print(said.decode().strip())
 
 
@@ -210,10 +238,11 @@ def events(
     directory: Directory = None,
     address: Address = "",
     token_file: TokenFile = None,
+    tls_ca: Authority = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over.")] = False,
 ) -> None:
     """Show what happened to a run's workers."""
-    access = asking.found(directory, address, token_file)
+    access = asking.found(directory, address, token_file, tls_ca)
     shown = _show_events(json.loads(asking.get(access, "/events")), [])
     while follow:
         time.sleep(FOLLOW_S)
@@ -221,6 +250,25 @@ def events(
             shown = _show_events(json.loads(asking.get(access, "/events")), shown)
         except RunEnded:
             return
+
+
+certs = typer.Typer(help="Certificates for runs over networks that others use too.", no_args_is_help=True)
+app.add_typer(certs, name="certs")
+
+
+@certs.command()
+def init(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files are put.")],
+    host: Annotated[
+        list[str] | None, typer.Option("--host", help="A name or address of the coordinator's machine; repeatable.")
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, help="How long the certificate is good for.")] = 365,
+) -> None:
+    """Make a certificate authority for one job, and the coordinator's certificate."""
+    from pliant.launch import certificates
+
+    for line in certificates.made(directory, host or [], days):
+        print(line)
 
 
 @app.command()

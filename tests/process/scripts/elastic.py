@@ -110,10 +110,10 @@ def cut() -> None:
 
     opened, until_s = client._opened, time.monotonic() + 1.5
 
-    def away(address: str, token: str) -> Any:
+    def away(door: client.Door) -> Any:
         while time.monotonic() < until_s:
             time.sleep(0.05)
-        return opened(address, token)
+        return opened(door)
 
     client._opened = away
     run._membership.link.connection.socket.shutdown(2)

@@ -1,0 +1,1 @@
+"""Hostile input for every surface that reads what others wrote."""
