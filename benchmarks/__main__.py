@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import harvest, journaling, overhead, report
+from benchmarks.chaos import schedule as chaos
 from benchmarks.convergence import plot
 from benchmarks.convergence import schedule as convergence
 from benchmarks.fuzz import schedule as fuzz
@@ -56,6 +57,9 @@ def _arguments() -> argparse.Namespace:
             command.add_argument("--rounds", type=int, metavar="N", help=f"instead of {journaling.FULL}")
         if name == "convergence":
             command.add_argument("--seeds", type=int, metavar="N", help="so many instead of the usual number")
+        if name == "chaos":
+            command.add_argument("--minutes", type=float, default=10.0, metavar="M", help="how long faults happen")
+            command.add_argument("--seed", type=int, default=0, metavar="S", help="which faults, and when")
     table = commands.add_parser("table", help="the tables of a results file as markdown")
     table.add_argument("file", type=Path)
     figure = commands.add_parser("figure", help="the picture of a results file")
@@ -150,6 +154,16 @@ def _theory(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, f
     return results, frozenset(name for trial in trials for name in (trial.system, trial.model, trial.act))
 
 
+def _chaos(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
+    kinds = chaos.kinds(arguments.only)
+    facts = _one_thread()
+    undisturbed = chaos.QUICK_UNDISTURBED if arguments.quick else chaos.UNDISTURBED
+    plan = chaos.Plan(60 * arguments.minutes, arguments.seed, undisturbed=undisturbed, kinds=kinds)
+    found = chaos.measure(plan, say)
+    results = Results("chaos", arguments.quick, facts, trials=found.trials, curves=found.curves, notes=found.notes)
+    return results, frozenset({chaos.SYSTEM, chaos.MODEL, "chaos"})
+
+
 def _fuzzed(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
     names = fuzz.selection([*arguments.surface, *arguments.only])
     inputs = arguments.inputs or (fuzz.QUICK if arguments.quick else fuzz.INPUTS)
@@ -182,6 +196,7 @@ MEASURES = {
     "elastic-processes": _real,
     "delay": _delayed,
     "scaling-theory": _theory,
+    "chaos": _chaos,
     "fuzz": _fuzzed,
     "journal": _journaled,
 }

@@ -9,6 +9,7 @@ from statistics import fmean, median
 from rich.table import Table
 
 from benchmarks import reliability
+from benchmarks.chaos import tables as chaos
 from benchmarks.convergence import tables as convergence
 from benchmarks.judge import Verdict, harvest_of, judge, middle, read_targets
 from benchmarks.lab import tables as lab
@@ -210,6 +211,8 @@ def sheets(results: Results) -> list[Sheet]:
         return [Sheet(title, columns, tuple(rows)) for title, columns, rows in convergence.tables(results)]
     if results.benchmark == "recovery":
         return _recovery_sheets(results)
+    if results.benchmark == "chaos":
+        return chaos.sheets(results)
     if results.benchmark in reliability.SHEETS:
         return reliability.SHEETS[results.benchmark](results)
     if results.benchmark in lab.SHEETS:

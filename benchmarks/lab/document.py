@@ -1,4 +1,4 @@
-"""docs/results.md: its tables and pictures from the results beside it.
+"""docs/results.md and docs/reliability.md: their tables and pictures from the results beside them.
 
 Question  Does the document say what was measured?
 Holds     Between ``<!-- table:NAME -->`` and ``<!-- /table -->`` stands what results/NAME.json gives and nothing else;

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.chaos import tables as chaos
 from benchmarks.differences import difference
 from benchmarks.lab import rules, theory, traces
 from benchmarks.lab.delay import ACTS, THREE
@@ -137,7 +138,7 @@ def _theory(results: Results, pyplot: Any) -> Any:
     return picture
 
 
-DRAWN = {"elastic-accuracy": _elastic, "delay": _delay, "scaling-theory": _theory}
+DRAWN = {"elastic-accuracy": _elastic, "delay": _delay, "scaling-theory": _theory, "chaos": chaos.draw}
 
 
 def draw(results: Results, file: Path) -> None:

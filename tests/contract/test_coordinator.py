@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import resource
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from pliant import proof
 from pliant.control import messages as m
 from pliant.core import events, journal
+from pliant.runtime import service
 from pliant.runtime.coordinator import Charter, Coordinator
 from pliant.runtime.journaling import JournalFile, Numbered
 from pliant.runtime.service import serve
@@ -347,6 +350,95 @@ def test_a_journal_is_reopened_without_its_torn_line(tmp_path: Path) -> None:
     file.close()
     with path.open("rb") as lines:
         assert len(list(journal.read(lines))) == 3
+
+
+def test_a_line_that_the_disk_takes_in_part_is_written_whole_later(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    file = JournalFile(path)
+    file.append([journal.RunRecord("job", "0.1.0", 0.0)])
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    lines: list[journal.Record] = [journal.PhaseEndRecord(1, [], 0.1), journal.EndRecord("finished", True)]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 70, limits[1]))
+    try:
+        for _ in range(2):
+            with pytest.raises(OSError, match="File too large"):
+                file.append(lines)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    file.append(lines)
+    file.close()
+    with path.open("rb") as text:
+        assert list(journal.read(text))[1:] == lines
+
+
+class Full(Records):
+    """A journal on a disk that may be full."""
+
+    full = False
+
+    def append(self, records: list[journal.Record]) -> None:  # type: ignore[override]
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().append(records)
+
+
+def test_what_a_full_disk_does_not_take_is_kept_and_written_later() -> None:
+    disk = Full()
+    scene = Scene(records=disk).started(2)
+    lines = [journal.encode(journal.EraRecord(1, ["w0", "w1"])), journal.encode(journal.PhaseEndRecord(1, []))]
+    disk.full = True
+    scene.say("w0", m.Lines(0, lines[:1]))
+    scene.wait(1.0, beating=("w0", "w1"))
+    scene.say("w0", m.Lines(1, lines[1:]))
+    scene.wait(1.0, beating=("w0", "w1"))
+    notes = [note.text for note in scene.agent.of(m.Note)]
+    assert sum("cannot write the journal: No space left" in text for text in notes) == 1
+    assert len(disk) == 1 and all(told.count == 0 for told in scene.wires["w0"].of(m.Written))
+    assert not scene.agent.of(m.Over)
+    disk.full = False
+    scene.wait(1.0, beating=("w0", "w1"))
+    assert [type(record) for record in disk[1:]] == [journal.EraRecord, journal.PhaseEndRecord]
+    assert scene.wires["w0"].last(m.Written).count == 2
+    assert "the journal is written again" in scene.agent.last(m.Note).text
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_run_that_is_over_waits_for_its_journal(room: bool) -> None:
+    disk = Full()
+    scene = Scene(records=disk).started(1)
+    disk.full = True
+    scene.say("w0", m.Finished())
+    scene.exit("w0", 0)
+    scene.wait(5.0)
+    assert not scene.agent.of(m.Over)
+    disk.full = not room
+    scene.wait(60.0)
+    over = scene.agent.last(m.Over)
+    assert over.completed is room and over.exit_status == (0 if room else 1)
+    assert isinstance(disk[-1], journal.EndRecord) is room
+
+
+def test_a_coordinator_waits_for_room_to_take_a_lost_ones_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = JournalFile(tmp_path / "journal.jsonl")
+    before.append([journal.RunRecord("job", "0.1.0", 0.0)])
+    before.close()
+    raised, full = service._raised_term, [True, True, False]
+
+    def on_a_full_disk(directory: Path) -> int:
+        if full.pop(0):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return raised(directory)
+
+    monkeypatch.setattr(service, "_raised_term", on_a_full_disk)
+    monkeypatch.setattr(service, "WRITE_AGAIN_S", 0.01)
+    coordinator, file = asyncio.run(service._begun(CHARTER, tmp_path, resume=True, repeat=False, rewind=False))
+    assert not full and coordinator.end is None
+    assert capsys.readouterr().err.count("No space left on device; waiting") == 1
+    file.close()
 
 
 async def sent(port: int, method: str, path: str, body: bytes = b"", header: str = "") -> tuple[int, str]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import os
 import re
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,6 +17,7 @@ from hypothesis import strategies as st
 from pliant.core import journal
 from pliant.errors import UsageError
 from pliant.launch.output import LastError, LineSplitter, SeenTracebacks, TracebackFilter
+from pliant.launch.process import WorkerProcess
 from pliant.runtime.environment import Job, environment_of, job_from
 from pliant.runtime.status import Tally
 from pliant.ui import progress
@@ -185,3 +190,20 @@ def test_a_broken_environment_is_refused(changed: dict[str, str]) -> None:
     with pytest.raises(UsageError) as caught:
         job_from({**environment, **changed})
     assert next(iter(changed)) in str(caught.value) and "secret" not in str(caught.value)
+
+
+def test_a_worker_whose_log_is_on_a_full_disk_is_reported_all_the_same() -> None:
+    async def started() -> tuple[list[str], int]:
+        shown: list[str] = []
+        ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        worker = WorkerProcess(
+            "w0",
+            Path("/dev/full"),
+            SeenTracebacks(),
+            lambda _, line, stream: shown.append(line),
+            lambda _, status: ended.set_result(status),
+        )
+        worker.start([sys.executable, "-c", "print('a word'); raise SystemExit(3)"], dict(os.environ))
+        return shown, await asyncio.wait_for(ended, 60)
+
+    assert asyncio.run(started()) == (["a word"], 3)

@@ -3,7 +3,7 @@
 Question  How is a process started, listened to, signalled and cleaned up after?
 Holds     A process leads its own process group; when it ends, whatever is left of the group is killed before its pid
           is released, so no signal can reach a stranger. Killed with the launcher, whatever ends that. All output of
-          a worker is in its log, byte for byte.
+          a worker is in its log, byte for byte, as far as the disk has room for it.
 Source    waitid(2) with WNOWAIT; DESIGN: our own processes are subprocesses, never forks.
 """
 
@@ -93,6 +93,14 @@ class Owned:
             self._ended(self.process.wait())
 
 
+def opened(log: Path) -> IO[bytes]:
+    """To append to, without a buffer: what a full disk does not take must not fail again when the file is closed."""
+    try:
+        return log.open("ab", buffering=0)
+    except OSError:
+        return Path(os.devnull).open("ab", buffering=0)
+
+
 class WorkerProcess:
     """A worker's process. ``show`` gets its lines, ``ended`` its wait status, both in the event loop."""
 
@@ -105,7 +113,7 @@ class WorkerProcess:
         ended: Callable[[WorkerProcess, int], None],
     ) -> None:
         self.slot = slot
-        self._log = log.open("ab")
+        self._log = opened(log)
         self._show = show
         self._ended = ended
         self._splitters: dict[Stream, LineSplitter] = {"stdout": LineSplitter(), "stderr": LineSplitter()}
@@ -173,8 +181,9 @@ class WorkerProcess:
         pipe = self._pipes.get(stream)
         chunk = pipe.read(_CHUNK) if pipe is not None else b""
         if chunk:
-            self._log.write(chunk)
-            self._log.flush()
+            # On a full disk it is only shown: the run goes on.
+            with contextlib.suppress(OSError):
+                self._log.write(chunk)
             now_s = time.monotonic()
             self._show_lines(stream, self._splitters[stream].feed(chunk, now_s), now_s)
             return True

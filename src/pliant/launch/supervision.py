@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pliant.launch.directory import LOGS
-from pliant.launch.process import Owned
+from pliant.launch.process import Owned, opened
 from pliant.runtime.environment import plain_environment
 
 DEATHS = 5
@@ -53,7 +53,7 @@ class Coordination:
         descriptor = self._listener.fileno()
         # -P: a module of the user's directory must not take the place of one of Python's own.
         command = [sys.executable, "-P", "-m", "pliant.launch.coordinating"]
-        with self._log.open("ab") as log:
+        with opened(self._log) as log:
             self._process = Owned(
                 [*command, str(self._directory), str(descriptor), how],
                 plain_environment(),

@@ -43,6 +43,9 @@ SAVED_WAITING = 10
 COMPLAINS_EVERY_S = 10.0
 """How often the user is told that the journal cannot be written."""
 
+END_PATIENCE_S = 60.0
+"""How long a run that is over waits for its journal to be whole."""
+
 KEYS_BYTES = 64 << 20
 """Of the keys under which one group is formed: a member puts some 150 bytes for each other one."""
 
@@ -128,6 +131,8 @@ class Coordinator:
         self._complained_s = float("-inf")
         self._last_round = 0
         """the highest number of a round that was ever written"""
+        self._ending: tuple[events.Ended, float] | None = None
+        """the end that waits for the journal, and until when"""
         self._saved: list[messages.Saved] = []
         """complete, but what they are of is not on disk yet"""
         self._told = 0
@@ -210,6 +215,8 @@ class Coordinator:
         if isinstance(event, events.Tick):
             self._flush(now_s)
             self._name_checkpoints()
+            if self._ending is not None:
+                self._end_if_written(*self._ending, now_s)
             self._tally.tick(now_s)
             self._tell(now_s)
 
@@ -612,8 +619,20 @@ class Coordinator:
 
     def _end(self, end: events.Ended) -> None:
         self._write([journal.EndRecord(end.reason, end.completed, end.exit_status)])
+        now_s = self._clock()
+        self._end_if_written(end, now_s + END_PATIENCE_S, now_s)
+
+    def _end_if_written(self, end: events.Ended, until_s: float, now_s: float) -> None:
+        """Be over once the journal is whole; a run without one proves nothing."""
+        if self._unwritten and now_s < until_s:
+            self._ending = end, until_s
+            return
+        if self._unwritten:
+            end = events.Ended(
+                f"{end.reason}; its journal could not be written to the end", False, end.exit_status or 1
+            )
         self._journal.close()
-        self.end = end
+        self.end, self._ending = end, None
         self._describe()
         for peer in list(self._agent_peer.values()):
             self._send_over(peer, end)

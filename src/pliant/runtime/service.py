@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -36,6 +37,12 @@ TICK_S = 0.05
 FAREWELL_S = 1.0
 """How long launchers may take to hear that the run is over."""
 
+WRITE_AGAIN_S = 0.5
+"""How often a coordinator that takes a lost one's place tries a disk that is full."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""What may pass: somebody makes room."""
+
 JOURNAL, TERM, LOCK = "journal.jsonl", "term", "lock"
 
 
@@ -56,7 +63,7 @@ async def serve(
     ``rewind``: everybody was lost, its launcher included, and it goes on from its last checkpoint.
     """
     with _locked(directory), contextlib.ExitStack() as stack:
-        coordinator, journal_file = _coordinator(charter, directory, resume, repeat, rewind)
+        coordinator, journal_file = await _begun(charter, directory, resume, repeat, rewind)
         stack.callback(journal_file.close)
         gate = Gate(_logged)
         server = Server(application(coordinator, token, gate), gate, tls)
@@ -68,6 +75,24 @@ async def serve(
             finally:
                 server.should_exit = True
                 await serving
+
+
+async def _begun(
+    charter: Charter, directory: Path, resume: bool, repeat: bool, rewind: bool
+) -> tuple[Coordinator, JournalFile]:
+    """The coordinator; one that takes a lost one's place waits for a disk that is full: the workers train meanwhile."""
+    told = False
+    while True:
+        try:
+            return _coordinator(charter, directory, resume, repeat, rewind)
+        except OSError as error:
+            if not resume or error.errno not in NO_ROOM:
+                raise
+            if not told:
+                with contextlib.suppress(OSError):
+                    print(f"cannot write to {directory}: {error.strerror}; waiting", file=sys.stderr, flush=True)
+                told = True
+            await asyncio.sleep(WRITE_AGAIN_S)
 
 
 def _coordinator(
@@ -83,7 +108,11 @@ def _coordinator(
         path.unlink(missing_ok=True)
         return _coordinator(charter, directory, resume=False, repeat=False)
     journal_file, records = JournalFile.reopened(path, ended=repeat)
-    term = _raised_term(directory)
+    try:
+        term = _raised_term(directory)
+    except OSError:
+        journal_file.close()
+        raise
     coordinator = Coordinator.resumed(charter, journal_file, records, term, time.monotonic, time.time(), rewind=rewind)
     return coordinator, journal_file
 

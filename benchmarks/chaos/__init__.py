@@ -1,0 +1,1 @@
+"""Chaos: real workers, real faults, and what must hold afterwards."""
