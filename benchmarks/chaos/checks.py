@@ -17,7 +17,10 @@ from benchmarks.chaos.stage import Stage, cli, environment, knows
 from benchmarks.differences import quantile
 from pliant.core import journal
 
-RUN_FILES = {"journal.jsonl", "address", "token", "charter.json", "logs", "term", "lock", "weights.safetensors"}
+RUN_FILES = {"journal.jsonl", "address", "token", "charter.json", "logs", "term", "lock", "weights.safetensors"} | {
+    "trust.json",
+    "metrics-token",
+}
 REPLAY_S = 3600.0
 FAILED = 1e9  # a check that could not be made: worse than any bound, and a number that JSON knows
 BOUNDS = {
