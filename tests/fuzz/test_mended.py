@@ -222,7 +222,8 @@ def test_a_state_with_a_key_twice_is_broken() -> None:
 class Deaf:
     """A WebSocket whose peer neither speaks nor reads."""
 
-    headers = {"authorization": "Bearer t"}
+    def __init__(self) -> None:
+        self.headers = {"authorization": "Bearer t"}
 
     async def accept(self) -> None: ...
     async def close(self) -> None: ...
