@@ -32,16 +32,17 @@ def example() -> tuple[bytes, ...]:
 
 
 REAL = st.floats(allow_nan=False, allow_infinity=False)
+SECONDS = st.floats(-1e12, 1e12)
 TICKET_LINES = st.builds(
     TicketLine,
     spans=st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 2**40)), max_size=3),
     micro_batches=st.integers(0, 2**40),
     samples=st.integers(0, 2**40),
     weight=REAL,
-    busy_s=REAL,
-    idle_s=REAL,
-    sum_s=REAL,
-    cost_s=REAL,
+    busy_s=SECONDS,
+    idle_s=SECONDS,
+    sum_s=SECONDS,
+    cost_s=SECONDS,
     loss_sum=REAL,
     squared_norm=REAL,
     scale=REAL,
