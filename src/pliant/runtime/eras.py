@@ -294,6 +294,21 @@ class Eras:
             self._takeover = Takeover(training, self._carried, self._connect, tensors=False)
             self._takeover.restart(donors, group.era, group.exchange, keep=True)
 
+    def heal(self, training: Training, group: Group, donor: int) -> None:
+        """This worker's state is not that of the others: begin anew, in the same era, with ``donor``'s."""
+        self._drop_takeover()
+        first = group.roster[donor]
+        holders = [w for w, standing in zip(group.roster, group.standings, strict=True) if standing is Standing.ACTIVE]
+        donors = sorted(holders, key=lambda worker: worker != first)
+        addresses = [self._addresses[worker] for worker in donors if worker in self._addresses]
+        self._taking(training).restart(addresses, group.era, group.exchange, keep=False)
+
+        def snapshot(want: Sequence[str], as_of: int) -> dict[str, Any]:
+            raise LookupError("its state is not that of the others")
+
+        # Who waits for it asks somebody else.
+        self._donor.serve(group.era, group.exchange, snapshot)
+
     def ask_users_state(self, as_of: int) -> None:
         """Ask for the user's own state as of the exchange from which this worker computes."""
         if self._takeover is not None and self._carried["state"] and self._asked_state != as_of:
