@@ -977,6 +977,8 @@ class Worker:
         eras = self._eras
         if eras is not None and eras.wanted and self.standing is not Standing.FOLLOWING:
             eras.serve(self.training, self.group, self._restored)
+        elif eras is not None and eras.wanted:
+            eras.refuse(self.group)
         if self._saving is not None:
             self._save(self._saving)
 
