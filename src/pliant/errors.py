@@ -8,7 +8,8 @@
     ├── JournalError     a journal is damaged, foreign or of another version
     ├── CheckpointError  a checkpoint cannot be written, or is damaged, foreign or of another version
     ├── Diverged         a script that is replayed does something else than the journal says
-    └── NonFiniteLoss    too many rounds in a row had an infinite or undefined loss
+    ├── NonFiniteLoss    too many rounds in a row had an infinite or undefined loss
+    └── Drifted          this worker's weights are not those of the others, for the second time
 
     Left (a SystemExit)  this worker was asked to go and has gone; the run goes on without it
 
@@ -80,6 +81,10 @@ class Diverged(PliantError):
 
 class NonFiniteLoss(PliantError):
     """Too many rounds in a row were skipped for an infinite or undefined loss or gradient."""
+
+
+class Drifted(PliantError):
+    """This worker's weights differ from the others' again, although it has taken theirs over; the run goes on."""
 
 
 def without_own_frames(trace: TracebackType | None) -> TracebackType | None:

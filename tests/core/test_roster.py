@@ -607,6 +607,19 @@ def test_a_fatal_error_ends_the_run_at_once() -> None:
     assert stop.reason == "w1 failed: dataset lengths differ"
 
 
+def test_an_error_of_its_own_ends_a_slot_and_not_the_run() -> None:
+    world = World().started(3)
+    effects = world.feed(Failed(WorkerId("w1"), "w1's weights differ from the others'", own=True))
+    assert not of(StopAll, effects)
+    (note,) = of(Note, effects)
+    assert note.text == "w1's weights differ from the others'; the run goes on without w1"
+    world.exit("w1", 1)
+    world.stop(1, "w0", exchange=4)
+    (start,) = of(StartEra, world.stop(1, "w2", exchange=4))
+    assert start.roster == ("w0", "w2")
+    assert not of(Start, world.wait(60.0, ("w0", "w2")))
+
+
 def test_a_script_that_never_joins_is_named() -> None:
     world = World()
     world.enlist(2)

@@ -245,9 +245,9 @@ class Link:
         self._until_heard = not left
         self._leave(Finished(left=left), FAREWELL_S if left else GIVE_UP_S)
 
-    def fail(self, reason: str, *, shown: bool, fatal: bool = False) -> None:
+    def fail(self, reason: str, *, shown: bool, fatal: bool = False, own: bool = False) -> None:
         """Send what is queued, say why this worker cannot go on, and close."""
-        self._leave(Failed(reason=reason, shown=shown, fatal=fatal))
+        self._leave(Failed(reason=reason, shown=shown, fatal=fatal, own=own))
 
     def close(self) -> None:
         """Close without a word: this name is gone."""

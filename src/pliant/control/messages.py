@@ -141,6 +141,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     shown: bool = False
     fatal: bool = False
     """found on all workers alike: starting this one again cannot mend it, so the run ends"""
+    own: bool = False
+    """found on this worker only, and starting it again cannot mend it: the run goes on without its slot"""
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):

@@ -119,6 +119,7 @@ class _Auditor:
         """who has said so"""
         self._end: EndRecord | None = None
         self._samples = self._skipped = self._cut = self._evaluations = self._eras = self._records = 0
+        self._drifts = 0
         self._epochs: set[int] = set()
         self._by_worker: dict[str, int] = {}
 
@@ -174,6 +175,7 @@ class _Auditor:
             "skipped_rounds": self._skipped,
             "void_rounds": self._void,
             "rewinds": self._rewinds,
+            "drifts": self._drifts,
             "cut_positions": self._cut,
             "evaluations": self._evaluations,
             "completed": completed,
@@ -281,6 +283,8 @@ class _Auditor:
             self._problem(f"{where}: weight is {record.weight!r}, the tickets add up to {weight!r}")
         if record.skipped:
             self._skipped += 1
+        if record.drift is not None:
+            self._drifts += len(record.drift.healed) + len(record.drift.expelled)
         total = math.fsum([ticket.loss_sum for ticket in record.tickets])
         nonfinite = any(ticket.flags & Flag.NONFINITE.value for ticket in record.tickets)
         loss = total / weight if weight > 0 else None

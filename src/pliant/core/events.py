@@ -98,11 +98,12 @@ class Entered:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The worker says it cannot go on. ``fatal``: no restart could mend it, on any worker."""
+    """The worker says it cannot go on. ``fatal``: no restart could mend it, on any worker; ``own``: only this one's."""
 
     worker: WorkerId
     reason: str
     fatal: bool = False
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)

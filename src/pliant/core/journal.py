@@ -129,6 +129,20 @@ class TicketLine(msgspec.Struct, frozen=True, array_like=True):
     """where it was computed (``tickets.Point``); None: it went along, or was written by an older Pliant"""
 
 
+class DriftLine(msgspec.Struct, frozen=True, array_like=True):
+    """Some members' weights were not those of the others: ``core.drift.Drift``."""
+
+    round: int
+    """after which they differed"""
+    digests: list[tuple[int, int, int]]
+    """member, arithmetic and digest of each that was compared"""
+    healed: list[int]
+    """members that take the state over again"""
+    expelled: list[int]
+    """members that are thrown out"""
+    donor: int
+
+
 class RoundRecord(msgspec.Struct, frozen=True, tag="round", tag_field="kind", omit_defaults=True):
     """One applied round. ``factor`` multiplies the schedule's rate; ``rate`` is what the first group got."""
 
@@ -158,6 +172,8 @@ class RoundRecord(msgspec.Struct, frozen=True, tag="round", tag_field="kind", om
     """after that; only then, and only where it is known and finite"""
     scheduled_total: float | None = None
     """where it is not ``samples_total``: what the schedule has counted (AdaScale)"""
+    drift: DriftLine | None = None
+    """whose weights differ, as the tickets of this round have shown"""
 
     @property
     def skipped(self) -> bool:

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pliant.core import dealing, rates, rounds
+from pliant.core.drift import Drift
 from pliant.core.journal import (
     CheckpointRecord,
+    DriftLine,
     EndRecord,
     EraRecord,
     ExchangeRecord,
@@ -228,7 +230,9 @@ class Replay:
             problems += _measures(record, self._group)
             if not group.policy.floating and not outcome.ended and record.batch != group.policy.batch:
                 problems += self._short(record, group)
-            self._lacking, self._regrouped = Standing.LEAVING in self._group.standings, False
+            # Whoever leaves, and who takes the state over again, gives its hand back.
+            self._lacking = Standing.LEAVING in self._group.standings or outcome.drift is not None
+            self._regrouped = False
             self._departed = max(0, self._departed - 1)
             self._resumed = self._resumed and record.batch == 0
         return [f"{where}: {text}" for text in problems]
@@ -295,6 +299,11 @@ def _with_measures(record: RoundRecord, tickets: list[Ticket]) -> list[Ticket]:
     if record.measured is not None:
         number, square = record.measured
         tickets[says] = replace(tickets[says], measured_round=number, measured_norm=square)
+    if record.drift is not None:
+        for member, arithmetic, digest in record.drift.digests:
+            if 0 <= member < len(tickets):
+                weighed = {"weights_round": record.drift.round, "weights": digest, "arithmetic": arithmetic}
+                tickets[member] = replace(tickets[member], **weighed)
     return tickets
 
 
@@ -351,9 +360,18 @@ def _differences(record: RoundRecord | ExchangeRecord, outcome: Settled) -> list
             problems.append(f"delay is {record.delay}, the decision code says {delay}")
         if record.measured != outcome.measured:
             problems.append(f"the norm {record.measured} is taken in, the decision code says {outcome.measured}")
+        theirs, ours = _drift(record.drift), outcome.drift
+        if theirs != ours:
+            problems.append(f"drift is {theirs}, the decision code says {ours}")
         if record.applied != outcome.applied:
             problems.append(f"applied is {record.applied}, the decision code says {outcome.applied}")
     return problems
+
+
+def _drift(line: DriftLine | None) -> Drift | None:
+    if line is None:
+        return None
+    return Drift(line.round, tuple(line.digests), tuple(line.healed), tuple(line.expelled), line.donor)
 
 
 def _measures(record: RoundRecord, group: Group) -> list[str]:

@@ -267,8 +267,16 @@ def _failed(state: Roster, worker: Worker, event: Failed, now_s: float) -> Step:
     state = with_slot(state, replace(slot, failure=event.reason))
     silent = replace(worker, line=Cut(now_s))
     state, effects = losses.lose(state, silent, f"failed ({event.reason})", now_s, kind="failed")
-    if event.fatal:
-        reason = event.reason if event.reason.startswith(worker.name) else f"{worker.name} failed: {event.reason}"
+    reason = event.reason if event.reason.startswith(worker.name) else f"{worker.name} failed: {event.reason}"
+    if event.own:
+        # One line says it all.
+        effects = tuple(effect for effect in effects if not isinstance(effect, Note))
+        now = slot_of(state, worker.slot)
+        assert now is not None
+        if now.fate is Fate.KEPT:
+            state, more = slots.given_up(state, now, reason, now_s, status=1)
+            effects += more
+    elif event.fatal:
         if state.last_era > 0 and not isinstance(worker.standing, Member | Departing):
             # A newcomer that asks for something wrong is its own problem.
             state, effects = slots.given_up(state, replace(slot, failure=event.reason), reason, now_s, status=1)

@@ -16,7 +16,8 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pliant.core import dealing, goodput, ledger, noise, overlap, pace, rates
+from pliant.core import dealing, drift, goodput, ledger, noise, overlap, pace, rates
+from pliant.core.drift import Drift
 from pliant.core.ledger import Ledger
 from pliant.core.pace import Pacing
 from pliant.core.shares import apportion, cut
@@ -43,6 +44,8 @@ class Policy:
     """with the latter: rounds for which a delay is tried"""
     rule: rates.Rule = rates.LINEAR
     momentum: float = 0.0
+    watched: int = drift.EVERY
+    """rounds from one digest of the weights to the next; 0: none is taken"""
 
 
 class Standing(enum.IntEnum):
@@ -128,6 +131,8 @@ class Group:
     """finished top-level phases, in their order"""
     given_up: tuple[OpenPhase, ...] = ()
     """phases that the last unplanned era has ended: nobody was left in them, and nobody else would have come"""
+    offences: tuple[tuple[WorkerId, int], ...] = ()
+    """members whose weights have differed from the others', and how often"""
     over: bool = False
     """all scripts have reached their end"""
 
@@ -205,6 +210,10 @@ class Settled:
     """the norm of the mean gradient is to be taken, for a later ticket"""
     measured: tuple[int, float] | None = None
     """(round, squared norm of its mean gradient) that the tickets have brought"""
+    weighs: bool = False
+    """a digest of the weights is to be taken, for a later ticket"""
+    drift: Drift | None = None
+    """whose weights differ from the others', as the tickets show"""
 
 
 def founded(policy: Policy, era: int, roster: Sequence[WorkerId]) -> Group:
@@ -287,8 +296,13 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         finite = not any(ticket.flags is not _NONE and ticket.flags & Flag.NONFINITE for ticket in tickets)
         told, momentum = noise.told(group.noise, tickets), _momentum(group, tickets)
         group = _trained(group, tickets, told, momentum, finite=finite, short=short)
-    group, phase = _moved(replace(group, exchange=group.exchange + 1), phase, tickets)
     ended = broken or remaining.remaining == 0
+    plan = agreed_plan(group, tickets)
+    differs = None
+    if phase.kind is Kind.TRAIN and not ended and plan is None:
+        # Else the next round's tickets tell it again, or a later digest does.
+        differs = _drifted(group, phase, tickets)
+    group, phase = _moved(replace(group, exchange=group.exchange + 1), phase, tickets, differs)
     result = phase.total / phase.count if ended and phase.kind is Kind.EVALUATE and phase.count else None
     ended = ended or _deserted(group, phase)
     outcome = Settled(
@@ -302,14 +316,16 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         applied=finite and weight > 0,
         spans=spans,
         # Whoever breaks has left its loop body; whose share has grown does not hand in at once.
-        seen=not broken and phase.ledger is remaining and _all_work(group, phase, tickets),
+        seen=not broken and not differs and phase.ledger is remaining and _all_work(group, phase, tickets),
         ended=ended,
         cut=ledger.unspent(phase.ledger) if ended else (),
         result=result,
-        plan=agreed_plan(group, tickets),
+        plan=plan,
         momentum=momentum,
         measures=phase.kind is Kind.TRAIN and any(each.round == group.round for each in group.noise.awaited),
         measured=told,
+        weighs=phase.kind is Kind.TRAIN and len(group.roster) > 1 and drift.is_due(group.round, group.policy.watched),
+        drift=differs,
     )
     phase = replace(phase, seen=outcome.seen, resumed=False)
     if phase.kind is Kind.TRAIN and group.policy.delay == overlap.AUTO and len(group.roster) > 1:
@@ -392,8 +408,20 @@ def _ready(group: Group, tickets: Sequence[Ticket]) -> tuple[Standing, ...]:
     )
 
 
-def _moved(group: Group, phase: OpenPhase, tickets: Sequence[Ticket]) -> tuple[Group, OpenPhase]:
-    """Take in who has become ready or entered the phase late, give back the hands of those who leave."""
+def _drifted(group: Group, phase: OpenPhase, tickets: Sequence[Ticket]) -> Drift | None:
+    """Whose weights differ. Who merely goes along may have said already that it is ready: it is not asked."""
+    if len(tickets) < 2 or all(ticket.weights_round == 0 for ticket in tickets):
+        return None
+    return drift.judged(group.roster, _working(group, phase), tickets, dict(group.offences))
+
+
+def _moved(
+    group: Group, phase: OpenPhase, tickets: Sequence[Ticket], differs: Drift | None = None
+) -> tuple[Group, OpenPhase]:
+    """Take in who has become ready or entered the phase late, give back the hands of those who leave.
+
+    Who ``differs`` is a newcomer again: what it has computed is of no use.
+    """
     standings = group.standings
     if any(ticket.flags is not _NONE and ticket.flags & _MOVING for ticket in tickets):
         standings = tuple(
@@ -402,11 +430,19 @@ def _moved(group: Group, phase: OpenPhase, tickets: Sequence[Ticket]) -> tuple[G
             for standing, ticket in zip(_ready(group, tickets), tickets, strict=True)
         )
         group = replace(group, standings=standings)
-    elif Standing.LEAVING not in standings:
+    elif Standing.LEAVING not in standings and differs is None:
         return group, phase
     held = phase.ledger
     present, sizes, ahead = list(phase.present), list(phase.sizes), list(phase.ahead)
+    took_part = list(phase.took_part)
     moved = False
+    if differs is not None:
+        moved = True
+        group = _with_offences(group, differs)
+        standings = group.standings
+        for member in differs.named:
+            held = ledger.give_back(held, member)
+            present[member] = took_part[member] = False
     for member, ticket in enumerate(tickets):
         # Whoever said so inside a nested phase still holds something of the outer one.
         if standings[member] is Standing.LEAVING:
@@ -419,9 +455,27 @@ def _moved(group: Group, phase: OpenPhase, tickets: Sequence[Ticket]) -> tuple[G
             moved = True
     if not moved:
         return group, phase
-    phase = replace(phase, ledger=held, present=tuple(present), sizes=tuple(sizes), ahead=tuple(ahead))
+    phase = replace(
+        phase,
+        ledger=held,
+        present=tuple(present),
+        sizes=tuple(sizes),
+        ahead=tuple(ahead),
+        took_part=tuple(took_part),
+    )
     # With an overlap a spare may have gone along with the contribution in progress already.
     return group, replace(phase, ledger=_made_up(group, phase, spares=not group.overlap))
+
+
+def _with_offences(group: Group, differs: Drift) -> Group:
+    """Whoever differs does not hold the state any more, and that is remembered."""
+    offences = dict(group.offences)
+    standings = list(group.standings)
+    for member in differs.named:
+        worker = group.roster[member]
+        offences[worker] = offences.get(worker, 0) + 1
+        standings[member] = Standing.FOLLOWING
+    return replace(group, standings=tuple(standings), offences=tuple(offences.items()))
 
 
 def _working(group: Group, phase: OpenPhase) -> list[int]:
@@ -559,6 +613,8 @@ def _with_roster(
         roster=tuple(roster),
         standings=standings,
         choice=overlap.moved(group.choice),
+        # A name is used once: who is gone does not come back under it.
+        offences=tuple((worker, count) for worker, count in group.offences if worker in roster),
         training=pace.seated(group.training, places),
         evaluating=pace.seated(group.evaluating, places),
     )

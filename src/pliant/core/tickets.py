@@ -126,10 +126,16 @@ class Ticket:
     """the last round the norm of whose mean gradient this worker has taken; 0: none"""
     measured_norm: float = 0.0
     """that norm, squared, before clipping"""
+    weights_round: int = 0
+    """the last round after which this worker has taken a digest of a part of its weights; 0: none"""
+    weights: int = 0
+    """that digest"""
+    arithmetic: int = 0
+    """what it computes with, as a checksum: only workers with the same one must have the same bits"""
     point: Point = NOWHERE
 
 
-_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqdqqqB")
+_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqdqQQqqqB")
 
 
 def packed_size(bits: int) -> int:
@@ -167,6 +173,9 @@ def pack(ticket: Ticket, bitmap: int, bits: int) -> bytes:
         ticket.momentum,
         ticket.measured_round,
         ticket.measured_norm,
+        ticket.weights_round,
+        ticket.weights,
+        ticket.arithmetic,
         *ticket.point.packed,
     )
     return head + bitmap.to_bytes((bits + 7) // 8, "little")

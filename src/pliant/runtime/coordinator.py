@@ -370,8 +370,8 @@ class Coordinator:
                 return events.Stopped(worker, era, exchange, active, translation.first_line(failed))
             case messages.Entered(era=era, exchange=exchange):
                 return events.Entered(worker, era, exchange)
-            case messages.Failed(reason=reason, fatal=fatal):
-                return events.Failed(worker, translation.first_line(reason) or "no reason given", fatal)
+            case messages.Failed(reason=reason, fatal=fatal, own=own):
+                return events.Failed(worker, translation.first_line(reason) or "no reason given", fatal, own)
             case messages.Finished(left=left):
                 return events.Finished(worker, left)
             case messages.Hello() | messages.Put() | messages.Lines() | messages.Plan() | messages.Saved():
@@ -441,6 +441,9 @@ class Coordinator:
             self._tally.add(record, now_s)
             if isinstance(record, journal.RoundRecord) and record.delay is not None:
                 self._note(events.Note("delay", translation.verdict(record)), now_s)
+            if isinstance(record, journal.RoundRecord) and record.drift is not None:
+                for worker, text in translation.drifted(record.drift, self._tally.roster):
+                    self._note(events.Note("drift", text, WorkerId(worker)), now_s)
 
     def _flush(self, now_s: float) -> None:
         """Hand to the disk what it has not taken yet. The workers keep their lines until it has."""

@@ -106,6 +106,8 @@ class Eras:
         """called once this worker is asked to go: sees to it that it does not take for ever; the answer calls it off"""
         self._in_time: Callable[[], None] | None = None
         self._takeover: Takeover | None = None
+        self._healing = False
+        """its state was not that of the others, and it is taking theirs over"""
         self._asked_state: int | None = None
         self._left: tuple[str, Any] | None = None
         """the last call that a newcomer came to the end of, and the user's state at that end"""
@@ -294,6 +296,26 @@ class Eras:
             self._takeover = Takeover(training, self._carried, self._connect, tensors=False)
             self._takeover.restart(donors, group.era, group.exchange, keep=True)
 
+    def heal(self, training: Training, group: Group, donor: int) -> None:
+        """This worker's state is not that of the others: begin anew, in the same era, with ``donor``'s."""
+        self._drop_takeover()
+        first = group.roster[donor]
+        holders = [w for w, standing in zip(group.roster, group.standings, strict=True) if standing is Standing.ACTIVE]
+        donors = sorted(holders, key=lambda worker: worker != first)
+        addresses = [self._addresses[worker] for worker in donors if worker in self._addresses]
+        self._taking(training).restart(addresses, group.era, group.exchange, keep=False)
+        self._healing = True
+
+    def refuse(self, group: Group) -> None:
+        """While this worker is healed: who waits for its state asks somebody else."""
+        if not self._healing:
+            return
+
+        def snapshot(want: Sequence[str], as_of: int) -> dict[str, Any]:
+            raise LookupError("its state is not that of the others")
+
+        self._donor.serve(group.era, group.exchange, snapshot)
+
     def ask_users_state(self, as_of: int) -> None:
         """Ask for the user's own state as of the exchange from which this worker computes."""
         if self._takeover is not None and self._carried["state"] and self._asked_state != as_of:
@@ -323,6 +345,7 @@ class Eras:
         if self._takeover is not None:
             self._takeover.close()
             self._takeover = None
+        self._healing = False
         self._asked_state = None
 
     def close(self) -> None:

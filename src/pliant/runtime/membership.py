@@ -32,7 +32,7 @@ from pliant.control.tls import client_context
 from pliant.core import journal, rounds
 from pliant.core.endings import QUIET_EXIT
 from pliant.core.rounds import Policy, Standing
-from pliant.errors import Left, PliantError, RunEnded, Stopped
+from pliant.errors import Drifted, Left, PliantError, RunEnded, Stopped
 from pliant.runtime.environment import Job, current_job
 from pliant.runtime.eras import Eras
 from pliant.runtime.place import Forming, Place
@@ -157,7 +157,8 @@ def _depart(link: Link, error: BaseException) -> None:
         completed = isinstance(error, Stopped) and error.completed
         raise SystemExit(0 if completed else QUIET_EXIT) from None
     if isinstance(error, PliantError):
-        link.fail(str(error), shown=False, fatal=True)
+        own = isinstance(error, Drifted)
+        link.fail(str(error), shown=False, fatal=not own, own=own)
         raise SystemExit(1) from None
     if isinstance(error, SystemExit) and not error.code:
         link.fail("the script called sys.exit before the end of the with block", shown=False)

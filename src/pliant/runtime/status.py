@@ -102,7 +102,8 @@ class Tally:
         """those that are over"""
         self._open_phases: list[PhaseRecord] = []
         self._rows: dict[str, WorkerStatus] = {}
-        self._roster: list[str] = []
+        self.roster: list[str] = []
+        """of the last era in the journal"""
         self._recent: deque[tuple[float, int, list[int], list[float]]] = deque()
         self._recent_samples: list[int] = []
         self._recent_busy_s: list[float] = []
@@ -138,7 +139,7 @@ class Tally:
             case RunRecord() | PolicyRecord() | CheckpointRecord() | RewindRecord():
                 pass
             case EraRecord(era=era, roster=roster):
-                status.era, status.eras, self._roster = max(status.era, era), status.eras + 1, roster
+                status.era, status.eras, self.roster = max(status.era, era), status.eras + 1, roster
                 # What is counted by place in the roster begins anew.
                 self._forget_recent()
                 self._phase_rounds, self._phase_samples = 0, [0] * len(roster)
@@ -173,7 +174,7 @@ class Tally:
     def _forget_recent(self) -> None:
         """No sum of differences outlives its window."""
         self._recent.clear()
-        self._recent_samples, self._recent_busy_s = [0] * len(self._roster), [0.0] * len(self._roster)
+        self._recent_samples, self._recent_busy_s = [0] * len(self.roster), [0.0] * len(self.roster)
 
     def _row(self, name: str) -> WorkerStatus:
         slot = name.partition(".")[0]
@@ -200,13 +201,13 @@ class Tally:
         if self._began_s is None:
             self._began_s = now_s
         self.status.epoch_done, self.status.epoch_length = 0, record.limit
-        self._phase_rounds, self._phase_samples = 0, [0] * len(self._roster)
+        self._phase_rounds, self._phase_samples = 0, [0] * len(self.roster)
 
     def _round(self, record: RoundRecord, now_s: float) -> None:
         status = self.status
         self._spend(record.tickets)
         samples = [ticket.samples for ticket in record.tickets]
-        for name, count in zip(self._roster, samples, strict=False):
+        for name, count in zip(self.roster, samples, strict=False):
             self._row(name).samples += count
         status.round, status.rounds = record.round, status.rounds + 1
         status.batch, status.rate = record.batch, record.rate
@@ -224,13 +225,13 @@ class Tally:
 
     def _spend(self, tickets: list[TicketLine]) -> None:
         """Add up the workers' time, in training and in ``evaluate`` alike."""
-        for name, ticket in zip(self._roster, tickets, strict=False):
+        for name, ticket in zip(self.roster, tickets, strict=False):
             row = self._row(name)
             row.busy_s += ticket.busy_s
             row.idle_s += ticket.idle_s
 
     def _measure(self, samples: list[int]) -> None:
-        for name, done, busy_s in zip(self._roster, self._recent_samples, self._recent_busy_s, strict=False):
+        for name, done, busy_s in zip(self.roster, self._recent_samples, self._recent_busy_s, strict=False):
             row = self._row(name)
             # A time that no clock measures would make it infinite, which JSON cannot carry.
             row.pace = done / busy_s if busy_s > LEAST_BUSY_S else row.pace

@@ -7,11 +7,11 @@ Source    ours; docs/protocol.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from pliant.control import messages
 from pliant.core import events, members
-from pliant.core.journal import RoundRecord
+from pliant.core.journal import DriftLine, RoundRecord
 from pliant.core.terms import Terms
 from pliant.types import WorkerId
 
@@ -62,6 +62,19 @@ def verdict(record: RoundRecord) -> str:
         if harvest is not None and delay in named
     ]
     return f"delay {record.delay} from round {record.round} on: of the workers' time is used {', '.join(known)}"
+
+
+def drifted(drift: DriftLine, roster: Sequence[str]) -> list[tuple[str, str]]:
+    """Whose weights differed and were healed, and that in a line; who is thrown out says so itself."""
+    return [
+        (
+            roster[member],
+            f"{roster[member]}'s weights differed from the others' after round {drift.round}: "
+            f"it takes them over from {roster[drift.donor]}",
+        )
+        for member in drift.healed
+        if max(member, drift.donor) < len(roster)
+    ]
 
 
 def arrival(peer: int, hello: messages.Hello) -> events.Arrived:

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from pliant.core import rates, scaling
+from pliant.core import drift, rates, scaling
 from pliant.core.rounds import Settled
 from pliant.errors import UsageError
 from pliant.tensors.buffers import Buffers
+from pliant.tensors.fingerprint import Fingerprint
 from pliant.tensors.gradients import Buffer, Gradients
 from pliant.tensors.lookahead import LookAhead
 
@@ -72,9 +73,14 @@ class Training:
         self.epochs_ended = 0
         self.measured = (0, 0.0)
         """the last round the norm of whose mean gradient was taken, and that norm, squared"""
+        self.weighed = (0, 0)
+        """the last round after which a digest of a part of the weights was taken, and that digest"""
         trained = {id(p) for p in self.parameters}
         merged = self.buffers.identities()
         self._constants: list[Tensor] = [p for p in model.parameters() if id(p) not in trained]
+        # What is merged is made anew in each round from everybody's, and what the optimizer keeps shows in the weights.
+        watched = [*self.parameters, *self._constants]
+        self.fingerprint = Fingerprint(watched, parts=drift.PARTS, reduces=clip_norm is not None)
         self._constants += [b for b in model.buffers() if id(b) not in merged]
         self.reference = float(reference)
         self._clip_norm = clip_norm
@@ -200,6 +206,11 @@ class Training:
         else:
             self.gradients.take_back(summed)
         self.follow_scale(applied=outcome.applied)
+
+    def weigh(self, number: int, turn: int) -> None:
+        """Take the digest of a part of the weights after round ``number``. The model holds the plain weights."""
+        if self.held is None:
+            self.weighed = number, self.fingerprint.of(turn)
 
     # -- taking the state over
 

@@ -200,6 +200,7 @@ class Reporter:
                     measured=outcome.measured,
                     noise_scale=_noise_scale(group) if outcome.measured else None,
                     scheduled_total=group.scheduled if group.scheduled != group.samples else None,
+                    drift=_drift(outcome),
                 )
             )
         if outcome.ended:
@@ -229,6 +230,15 @@ def _policy(group: Group, settings: dict[str, str], parameters: str) -> journal.
         trial=policy.trial,
         settings=settings,
         parameters=parameters,
+    )
+
+
+def _drift(outcome: Settled) -> journal.DriftLine | None:
+    differs = outcome.drift
+    if differs is None:
+        return None
+    return journal.DriftLine(
+        differs.round, list(differs.digests), list(differs.healed), list(differs.expelled), differs.donor
     )
 
 

@@ -26,11 +26,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from pliant.core import rounds, tickets
+from pliant.core import drift, rounds, tickets
 from pliant.core.ledger import MicroBatch, samples_of
 from pliant.core.rounds import Entry, Group, Mismatch, Past, Settled, Standing
 from pliant.core.tickets import Flag, Kind, Ticket
-from pliant.errors import Left, NonFiniteLoss, Refused, RunEnded, UsageError
+from pliant.errors import Drifted, Left, NonFiniteLoss, Refused, RunEnded, UsageError
 from pliant.runtime import eras as changes
 from pliant.runtime.contribution import Contribution
 from pliant.runtime.eras import Eras, Handed
@@ -130,6 +130,8 @@ class Worker:
         """the last exchange that opened or ended a phase"""
         self._awaited = False
         """somebody has come to the end of the last phase without the user's state of that moment"""
+        self._expelled: Drifted | None = None
+        """this worker's weights differ again: it goes when all know"""
         self._sum_s = 0.0
         self._cost_s = 0.0
         self.last: Settled | None = None
@@ -246,6 +248,7 @@ class Worker:
 
     def _go_on(self, trouble: EraBroken | Evicted) -> None:
         """Get into an era again; whoever stops with the others may find that it is off the roster itself."""
+        self._go_if_expelled()
         while True:
             try:
                 if isinstance(trouble, EraBroken):
@@ -407,6 +410,10 @@ class Worker:
             self._follow()
         if inside() and self._flight is not None:
             self._settle(Flag.BREAK)
+        if inside() and self.standing is Standing.FOLLOWING:
+            # Its weights differ: what it says counts again when it holds the others'.
+            self._abandoned(phase)
+            return
         if inside() and self._flight is None:
             self.training.back()
             self._hand_in(Flag.BREAK)
@@ -529,11 +536,14 @@ class Worker:
             momentum=self.training.momentum,
             measured_round=self.training.measured[0],
             measured_norm=self.training.measured[1],
+            weights_round=self.training.weighed[0],
+            weights=self.training.weighed[1],
+            arithmetic=self.training.fingerprint.arithmetic,
         )
 
     def _readiness(self) -> Flag:
         """Whether this worker can compute from the coming exchange on, where it could not before."""
-        if self._leaving or not self._script.is_at(self.group):
+        if self._leaving or self._expelled or not self._script.is_at(self.group):
             return Flag.NONE
         if self._eras is not None and self.standing is Standing.FOLLOWING:
             if not self._eras.complete:
@@ -654,6 +664,7 @@ class Worker:
             self._hand_in_or_remember(following, returning=True)
         if training:
             self._apply(before, outcome, flight, bitmap)
+            self._answer_for(outcome)
         self._witness.settled(self.group, outcome, handed_in, self.applied_rate)
         self.last = outcome
         missed = training and outcome.seen and not in_body
@@ -709,6 +720,35 @@ class Worker:
         self.applied_rate = self.training.rate * outcome.factor
         self.training.apply(outcome, flight.filled, bitmap, averaged, measures=outcome.measures)
         self.training.advance_schedule(*scheduled)
+        if outcome.weighs:
+            self.training.weigh(outcome.round, drift.turn(outcome.round, self.group.policy.watched))
+
+    def _answer_for(self, outcome: Settled) -> None:
+        """Where this worker's weights differ from the others': take the state over like a newcomer, or go.
+
+        What it has computed for the following round is of no use.
+        """
+        differs = outcome.drift
+        if differs is None or self._member not in differs.named:
+            return
+        again = self._member in differs.expelled
+        if again or self._eras is None:
+            error = self._expelled = Drifted(
+                f"{self.me}'s weights differ from the others' after round {differs.round}{', again' if again else ''}: "
+                "look for bad memory, a non-deterministic kernel, or code that changes the weights on one worker only"
+            )
+            if self._eras is None:
+                raise error
+        self._contribution = Contribution(self._clock())
+        self.training.cancel_look_ahead()
+        self.training.gradients.discard()
+        self.training.weighed = (0, 0)
+        self._eras.heal(self.training, self.group, differs.donor)
+
+    def _go_if_expelled(self) -> None:
+        """The others have settled the exchange that has shown it, or cannot any more."""
+        if self._expelled is not None:
+            raise self._expelled
 
     def _follow_result(self, outcome: Settled) -> None:
         """A schedule may follow the results of ``evaluate``: those that every script asks for, outside of its loops."""
@@ -810,6 +850,7 @@ class Worker:
         summation = self._started(lambda: self._channel.gather(packed))
         self._await(summation, self._pursue)
         gathered, bitmap = self._gathered(summation)
+        self._go_if_expelled()
         speaking = [ticket for ticket in gathered if not ticket.flags & Flag.FOLLOWING]
         # Whoever is in the body of a loop that has ended comes first.
         says = max(speaking, key=lambda ticket: ticket.flags & Flag.INNER, default=None)
@@ -936,6 +977,8 @@ class Worker:
         eras = self._eras
         if eras is not None and eras.wanted and self.standing is not Standing.FOLLOWING:
             eras.serve(self.training, self.group, self._restored)
+        elif eras is not None and eras.wanted:
+            eras.refuse(self.group)
         if self._saving is not None:
             self._save(self._saving)
 

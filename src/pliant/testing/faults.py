@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pliant.core.rounds import Standing
+
 if TYPE_CHECKING:
     from pliant.testing.simulation import Script, Simulation
     from pliant.testing.virtual import Process
@@ -211,6 +213,31 @@ def _doze(simulation: Simulation, fault: Fault, about: str | None) -> None:
     simulation.host.sleep(fault.lasts_s)
 
 
+def _drift(simulation: Simulation, fault: Fault, about: str | None) -> None:
+    """A bit flips in one worker's weights."""
+    holding = [
+        script
+        for script in simulation.living
+        if script.worker is not None
+        and script.worker.group.era > 0
+        and script.worker.standing is Standing.ACTIVE
+        and script.worker.group.round > 0
+        and script.training.held is None
+    ]
+    if fault.whom < 0 and about:
+        holding = [script for script in holding if about.partition(".")[0] == script.slot] or holding
+    if not holding:
+        return
+    victim = holding[fault.whom % len(holding)]
+    assert victim.worker is not None
+    numbers: Any = victim.training.parameters
+    with victim.training.plain():
+        number = numbers[simulation.world.random.randrange(len(numbers))]
+        number.value ^= 1 << simulation.world.random.randrange(60)
+    simulation.world.note("flipped", victim.name)
+    simulation.checker.struck(victim.name, victim.worker.group)
+
+
 _DOES: dict[str, Callable[[Simulation, Fault, str | None], None]] = {
     "kill": _kill,
     "pause": _pause,
@@ -226,5 +253,6 @@ _DOES: dict[str, Callable[[Simulation, Fault, str | None], None]] = {
     "isolate": _isolate,
     "crash": _crash,
     "doze": _doze,
+    "drift": _drift,
 }
 KINDS = tuple(_DOES)

@@ -283,6 +283,19 @@ class VirtualLookAhead:
         self._plain = held
 
 
+class VirtualFingerprint:
+    """``tensors.fingerprint.Fingerprint``: one parameter at a time."""
+
+    arithmetic = 1
+
+    def __init__(self, parameters: Sequence[Number]) -> None:
+        self._parameters = parameters
+        self.parts = len(parameters)
+
+    def of(self, turn: int) -> int:
+        return zlib.crc32(b"%d" % self._parameters[turn % self.parts].value)
+
+
 class VirtualOptimizer:
     """SGD with momentum."""
 
@@ -343,6 +356,8 @@ class VirtualTraining(Training):
         self._clip_norm = None
         self._moments = False
         self.measured = (0, 0.0)
+        self.weighed = (0, 0)
+        self.fingerprint: Any = VirtualFingerprint(numbers)
         self.scheduler = VirtualScheduler(self.optimizer)
         self._scheduler, self._schedule_by = self.scheduler, "batch"
         self._scaler = self._scale = None

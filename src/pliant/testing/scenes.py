@@ -33,6 +33,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         "kill", "kill", "pause", "hang", "slow", "leave", "drain", "join", "join", "scale", "cut", "cut_agent", "block",
         "isolate", "crash", "doze",
     ),
+    "drift": ("drift",),
+    "drifting": ("drift", "drift", "drift", "join", "kill", "leave", "drain", "pause", "crash"),
 }  # fmt: skip
 """scene → the faults that it is drawn from"""
 
@@ -78,6 +80,10 @@ def drawn(name: str, seed: int) -> Scene:
         stream_s=chance.choice((0.005, 0.05)),
         stream_breaks=0.2 if name == "handoffs" else 0.0,
     )
+    if name in ("drift", "drifting"):
+        # Long enough for a difference to be seen, and for a second one.
+        watched = chance.choice((1, 1, 2))
+        scene = replace(scene, policy=replace(policy, watched=watched), epochs=3, length=90, samples=None)
     kinds = NAMES[name]
     if name == "lost":
         faults = tuple(Fault("kill", at_s=chance.uniform(0.2, 0.5), whom=index) for index in range(5))
@@ -86,10 +92,14 @@ def drawn(name: str, seed: int) -> Scene:
         return _rewinds(chance, scene)
     count = chance.choice((1, 1, 2, 2, 3, 4)) if kinds else 0
     faults = tuple(_fault(chance, chance.choice(kinds), scene) for _ in range(count))
+    if name == "drift" and chance.random() < 0.5:
+        # The same worker once more.
+        faults += (replace(faults[-1], at_s=faults[-1].at_s + chance.uniform(0.1, 1.0), occasion=""),)
     if name == "handoffs":
         faults = (Fault("join", at_s=chance.uniform(0.2, 0.4)), *(_at_handoff(chance, fault) for fault in faults))
     may_fail = any(
-        fault.what in ("kill", "leave", "drain", "pause", "hang", "isolate", "block", "scale") for fault in faults
+        fault.what in ("kill", "leave", "drain", "pause", "hang", "isolate", "block", "scale", "drift")
+        for fault in faults
     )
     return replace(scene, faults=faults, may_fail=may_fail)
 

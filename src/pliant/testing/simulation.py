@@ -121,6 +121,8 @@ class Simulation:
         """when the last fault is over"""
         self.launcher = self._launched(scene.workers, owner=True)
         self.launchers = [self.launcher]
+        # Whose weights were changed may be the only one left.
+        self.checker.tainted = scene.name == "drifting"
         world.after(0.25, self._watch)
         for fault in scene.faults:
             fault.plan(self)

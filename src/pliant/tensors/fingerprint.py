@@ -1,0 +1,139 @@
+"""A digest of the weights, a part at a time.
+
+Question  How do two workers find out that their weights differ, without sending them?
+Holds     Exact: the bits of the tensors are added as whole numbers, column by column, modulo 2⁶⁴, so that any order of
+          adding gives the same sums, on a GPU too, and any single changed word changes one of them. The checksum of
+          those sums is the digest. Only a few kilobytes leave the device.
+Source    ours; docs/design/0013-drift.md.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_COLUMNS = 512
+_LEAST_BYTES = 1 << 20
+"""A part is not smaller: the digest of that takes about as long as calling it."""
+_SMALL_BYTES = 1 << 18
+"""Up to so much the checksum of the bytes themselves is taken: the sums cost more to call than they save."""
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Fingerprint:
+    """Digests of ``tensors``, which change in place."""
+
+    def __init__(self, tensors: Sequence[Tensor], *, parts: int, reduces: bool) -> None:
+        """``parts``: into how many parts they are divided at most; ``reduces``: see ``_arithmetic``."""
+        tensors = list(tensors)
+        total = sum(tensor.nbytes for tensor in tensors)
+        self.parts = max(1, min(parts, total // _LEAST_BYTES))
+        self._pieces = [
+            [_Piece(tensors[index], start, stop) for index, start, stop in part]
+            for part in _divided(tensors, self.parts)
+        ]
+        self.arithmetic = _arithmetic(tensors, reduces=reduces)
+        """a checksum of what this worker computes with"""
+
+    @torch.no_grad()
+    def of(self, turn: int) -> int:
+        """The digest of one part, as the tensors are now; the parts follow each other with every turn."""
+        digest = 0
+        away: list[Tensor] = []
+        for piece in self._pieces[turn % self.parts]:
+            numbers = piece.numbers()
+            if not isinstance(numbers, Tensor):
+                digest = zlib.crc32(numbers, digest)
+            elif numbers.device.type == "cpu":
+                digest = zlib.crc32(_sums(numbers).numpy().data, digest)
+            else:
+                away.append(_sums(numbers))
+        # One copy, and one wait, for all of it.
+        return zlib.crc32(torch.cat(away).cpu().numpy().data, digest) if away else digest
+
+
+class _Piece:
+    """Some elements of a tensor, as whole numbers or (few, in main memory) as bytes."""
+
+    def __init__(self, tensor: Tensor, start: int, stop: int) -> None:
+        self._tensor, self._start, self._stop = tensor, start, stop
+        self._at: int | None = None
+        self._view: Tensor | memoryview | None = None
+
+    def numbers(self) -> Tensor | memoryview:
+        """Its memory as it is now. Views are made once: that takes longer than reading a small tensor."""
+        if self._view is not None and self._at == self._tensor.data_ptr():
+            return self._view
+        flat = _flat(self._tensor)
+        view = _whole(flat[self._start : self._stop])
+        if view.device.type == "cpu" and view.nbytes < _SMALL_BYTES:
+            view = view.numpy().data
+        if flat.data_ptr() == self._tensor.data_ptr():
+            # Else it is a copy: the memory has another order.
+            self._at, self._view = flat.data_ptr(), view
+        return view
+
+
+def _divided(tensors: Sequence[Tensor], parts: int) -> list[list[tuple[int, int, int]]]:
+    """For each part (tensor, first element, last element + 1): about equal bytes, all elements, in order."""
+    divided: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
+    share = -(-sum(tensor.nbytes for tensor in tensors) // parts)
+    room, part = share, 0
+    for index, tensor in enumerate(tensors):
+        start, elements = 0, tensor.numel()
+        while start < elements:
+            if room <= 0 and part < parts - 1:
+                room, part = share, part + 1
+            taken = elements - start
+            if part < parts - 1:
+                # Even, so that a piece of 32-bit numbers can be read as 64-bit ones.
+                taken = min(taken, max(8, room // tensor.element_size() // 8 * 8))
+            divided[part].append((index, start, start + taken))
+            start += taken
+            room -= taken * tensor.element_size()
+    return divided
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    detached = tensor.detach()
+    if detached.is_complex():
+        detached = torch.view_as_real(detached)
+    return detached.reshape(-1)
+
+
+def _whole(piece: Tensor) -> Tensor:
+    """The bits as whole numbers."""
+    size = piece.element_size()
+    numbers = piece.view(_WHOLE[size])
+    if size < 8 and (piece.storage_offset() * size) % 8 == 0 and piece.numel() * size % 8 == 0:
+        # The same bits in fewer, wider numbers: ten times as fast as widening each.
+        numbers = numbers.view(torch.int64)
+    return numbers
+
+
+def _sums(numbers: Tensor) -> Tensor:
+    """The numbers in rows of ``_COLUMNS``, each column added up; the rest of a row as it is."""
+    rows = numbers.numel() // _COLUMNS
+    whole = rows * _COLUMNS
+    rest = numbers[whole:].to(torch.int64)
+    if not rows:
+        return rest
+    return torch.cat([numbers[:whole].view(rows, _COLUMNS).sum(dim=0, dtype=torch.int64), rest])
+
+
+def _arithmetic(tensors: Sequence[Tensor], *, reduces: bool) -> int:
+    """What the bits of an update depend on besides the numbers.
+
+    ``reduces``: the update takes a norm of its own (clipping), and the order in which that is added up depends on the
+    number of threads.
+    """
+    devices = {tensor.device for tensor in tensors}
+    named = [
+        torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+        for device in sorted(devices, key=str)
+    ]
+    threads = torch.get_num_threads() if reduces else 0
+    return zlib.crc32(f"{torch.__version__} {' '.join(named)} {threads}".encode())
