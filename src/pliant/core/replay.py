@@ -56,7 +56,7 @@ class Replay:
         self._departed = 0
         """rounds that may lack what somebody has gone with: the contribution in progress and the one dealt after it"""
         self._resumed = False
-        """a state was read from a checkpoint, and no script is where it was yet"""
+        """after an unplanned era, or from a checkpoint, no script may be in the phase yet: rounds may be empty"""
         self._lost = False
 
     @property
@@ -122,7 +122,7 @@ class Replay:
             if problem is not None:
                 return [f"{where}: {problem}"]
             self._group = rounds.regrouped(group, record.era, roster, entries)
-            self._lacking = self._regrouped = True
+            self._lacking = self._regrouped = self._resumed = True
             if record.void != self._group.round:
                 return [f"{where}: round {record.void} is void, the decision code says {self._group.round}"]
         return []

@@ -71,7 +71,9 @@ class Point:
 
 
 def point(early: int, early_round: int, late_round: int, bits: int) -> Point:
-    """The inverse of ``Point.packed``."""
+    """The inverse of ``Point.packed``; raises ``ValueError`` on what that never gives."""
+    if bits > 7:
+        raise ValueError(f"{bits} does not say where a contribution was computed")
     return Point(early, early_round, late_round, bool(bits & 1), bool(bits & 2), bool(bits & 4))
 
 
