@@ -66,7 +66,8 @@ class _Making:
         self._parameters = parameters
         self._count = count
         self._made: list[Buffer] = []
-        self._thread = threading.Thread(target=self._make, name="pliant-memory", daemon=True)
+        # Not a daemon: at its end Python would stop such a thread inside of torch, which aborts the process.
+        self._thread = threading.Thread(target=self._make, name="pliant-memory")
         self._thread.start()
 
     def _make(self) -> None:
