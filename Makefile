@@ -25,7 +25,7 @@ check: venv
 
 # Tests with real processes wait half of the time: the others, and a few of these, run beside them.
 BESIDE := $(patsubst %,tests/process/test_%.py,convergence examples groups training coordinator_death leaving many_eras \
-          replay drifting)
+          replay)
 
 check-code: venv
 	$(BIN)/ruff format --check .

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import harvest, journaling, overhead, report
+from benchmarks import checkpointing, harvest, journaling, overhead, report
 from benchmarks.chaos import schedule as chaos
 from benchmarks.convergence import plot
 from benchmarks.convergence import schedule as convergence
@@ -179,6 +179,12 @@ def _journaled(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results
     return Results("journal", arguments.quick, facts, trials=trials), asked
 
 
+def _saved(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
+    facts = machine()
+    trials = checkpointing.measure(checkpointing.QUICK_PAIRS if arguments.quick else checkpointing.PAIRS, say)
+    return Results("checkpoints", arguments.quick, facts, trials=trials), frozenset({"pliant", "large", "checkpoints"})
+
+
 def _one_thread() -> Machine:
     """A stack of seeds is too small to share among threads, and two of these may run side by side."""
     import torch
@@ -199,6 +205,7 @@ MEASURES = {
     "chaos": _chaos,
     "fuzz": _fuzzed,
     "journal": _journaled,
+    "checkpoints": _saved,
 }
 
 

@@ -1,4 +1,4 @@
-"""Tables of what concerns reliability: fuzzing, the journal."""
+"""Tables of what concerns reliability: fuzzing, the journal, checkpoints."""
 
 from benchmarks.results import Results, Trial
 from benchmarks.sheet import Sheet
@@ -36,4 +36,21 @@ def _journal(results: Results) -> list[Sheet]:
     return [Sheet(f"Journal of {written['rounds']:,.0f} rounds of 4 workers", ("", "measured"), tuple(rows))]
 
 
-SHEETS = {"fuzz": _fuzz, "journal": _journal}
+def _checkpoints(results: Results) -> list[Sheet]:
+    columns = ("pair", "rounds", "CPU of a round (ms)", "added CPU", "added main-thread time", "copies of the state")
+    rows = tuple(
+        (
+            str(trial.repeat),
+            f"{trial.figures['rounds']:.0f}",
+            f"{trial.figures['round_ms']:.1f}",
+            f"{100 * trial.figures['cpu']:+.2f} %",
+            f"{100 * trial.figures['main']:+.2f} %",
+            f"{trial.figures['copies']:.2f}",
+        )
+        for trial in results.trials
+    )
+    state = results.trials[0].figures["state_mb"]
+    return [Sheet(f"A checkpoint of {state:.0f} MB every 5 s", columns, rows)]
+
+
+SHEETS = {"fuzz": _fuzz, "journal": _journal, "checkpoints": _checkpoints}

@@ -139,7 +139,7 @@ def test_tables_and_pictures_are_made_from_the_file_alone(tmp_path: Path) -> Non
 def test_the_published_document_says_what_its_results_say() -> None:
     text = document.DOCUMENT.read_text()
     assert document.written(text, document.DOCUMENT.parent / "results") == text
-    assert set(figures.DRAWN) == {"elastic-accuracy", "delay", "scaling-theory"}
+    assert set(figures.DRAWN) == {"elastic-accuracy", "delay", "scaling-theory", "chaos"}
 
 
 def test_results_of_the_lab_survive_the_file() -> None:

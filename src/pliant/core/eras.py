@@ -15,9 +15,11 @@ from pliant.core import endings, losses
 from pliant.core.events import AskToLeave, BreakEra, Effect, Entered, Note, PlanEra, StartEra, Stopped
 from pliant.core.members import (
     ATTEMPTS_PER_TERM,
+    COOLDOWN_S,
     Alive,
     Connected,
     Departing,
+    Exited,
     Fate,
     Finishing,
     Forming,
@@ -295,8 +297,20 @@ def _rewound(state: Roster, what: str, now_s: float) -> Step:
         state, more = losses.lose(state, worker, "has to start again, from a checkpoint", now_s, kind="rewound")
         effects += more
     text = f"{what}: nobody is left who holds the model's state; the run goes on from its last checkpoint"
-    state = replace(state, stage=Gathering(), course=Idle(), broken="", rewinds=state.rewinds + 1, started_at=-1)
+    if state.checkpoints[0] != state.rewound_to:
+        # It had got on: this was a power cut, and no slot is to blame.
+        state = replace(state, slots=tuple(_rested(slot, now_s) for slot in state.slots))
+    state = replace(state, stage=Gathering(), course=Idle(), broken="", started_at=-1)
+    state = replace(state, rewinds=state.rewinds + 1, rewound_to=state.checkpoints[0])
     return state, (*effects, Note("rewound", text))
+
+
+def _rested(slot: Slot, now_s: float) -> Slot:
+    """The slot as if nothing had happened in it before: it is started again soon."""
+    process = slot.process
+    if isinstance(process, Exited) and process.restart_s is not None:
+        process = replace(process, restart_s=min(process.restart_s, now_s + COOLDOWN_S))
+    return replace(slot, process=process, cooldown_s=COOLDOWN_S)
 
 
 def _too_few(state: Roster, course: Halting, present: int, notes: tuple[Effect, ...]) -> Step:

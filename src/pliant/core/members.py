@@ -372,6 +372,8 @@ class Roster:
     """those that the journal names, newest first"""
     rewinds: int = 0
     """how often the run has gone back to one of them"""
+    rewound_to: str = ""
+    """the newest there was the last time"""
 
 
 Step = tuple[Roster, tuple[Effect, ...]]

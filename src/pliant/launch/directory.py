@@ -138,8 +138,18 @@ def trust_in(directory: Path) -> Trust:
         raise UsageError(f"{path} is damaged or of another version of Pliant: {error}") from None
 
 
+def check_address(host: str) -> None:
+    """Refuse what stands for all addresses: workers of other machines are told where to go."""
+    if host in ("", "0.0.0.0", "::", "*"):
+        raise UsageError(
+            f"--host {host or repr('')} is no address that others can reach; "
+            "give the one by which other machines know this one"
+        )
+
+
 def check_exposure(host: str, trust: Trust) -> None:
     """Refuse a coordinator that strangers can reach and that has nothing but its token."""
+    check_address(host)
     if trust.tls or trust.insecure or _is_loopback(host):
         return
     raise UsageError(
@@ -182,11 +192,7 @@ def token_in(path: Path) -> str:
 
 def bound(host: str, port: int) -> socket.socket:
     """A socket that listens: from here on workers can connect, and wait until a coordinator accepts."""
-    if host in ("", "0.0.0.0", "::", "*"):
-        raise UsageError(
-            f"--host {host or repr('')} is no address that others can reach; "
-            "give the one by which other machines know this one"
-        )
+    check_address(host)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -102,6 +102,7 @@ def main() -> int:
         console.print("\n[bold]DDP[/bold]: equal shares, the same devices.")
         try:
             ddp = ddp_result(results)
+            again = replayed(outcome.directory, results)
         except KeyboardInterrupt:
             return INTERRUPTED
     show(console, pliant, ddp)
@@ -110,9 +111,32 @@ def main() -> int:
     problems = audit(records).problems
     found = "; ".join(problems[:3]) or "every sample was used exactly once per epoch"
     console.print(f"Audit of Pliant's journal: {found}.", soft_wrap=True)
+    console.print(f"Replay of it on one process: {again}.", soft_wrap=True)
     ratio = pliant.samples_per_s / ddp.samples_per_s
     console.print(f"[bold]On the same devices Pliant trained {ratio:.1f} times as fast as DDP.[/bold]")
     return 1 if problems else 0
+
+
+def replayed(directory: Path, results: Path) -> str:
+    """Compute Pliant's run again on one process, from its journal and its script: how far that is from what it was."""
+    script = str(Path(__file__).with_name("demo_train.py"))
+    command = [sys.executable, "-c", "from pliant.ui.cli import main; main()", "replay", "--json", str(directory)]
+    done = subprocess.run(
+        [*command, script, *_own_arguments(results)],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    try:
+        found = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        said = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
+        return f"failed; its last line was: {said[-1]}"
+    weights = found["weights"]
+    if weights is None:
+        return f"{found['rounds']} rounds; weights not compared, {found['not_compared']}"
+    return f"after {found['rounds']} rounds the weights differ by {weights['relative']:.0e} of their size (float32)"
 
 
 def _write_digits(results: Path) -> None:
@@ -130,11 +154,16 @@ def _scripts_arguments(results: Path) -> tuple[str, ...]:
     return (*job, "--results", str(results))
 
 
+def _own_arguments(results: Path) -> tuple[str, ...]:
+    """Those of Pliant's script."""
+    return (*_scripts_arguments(results), "--more", str(MORE_EPOCHS), "--victim", f"w{VICTIM}")
+
+
 def _spec(results: Path) -> local.JobSpec:
     return local.JobSpec(
         script="pliant.ui.demo_train",
         module=True,
-        args=(*_scripts_arguments(results), "--more", str(MORE_EPOCHS), "--victim", f"w{VICTIM}"),
+        args=_own_arguments(results),
         workers=len(PACES),
         paces=tuple(DEVICE * pace for pace in PACES),
         directory=Path("runs", f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"),
