@@ -24,8 +24,7 @@ check: venv
 	$(MAKE) --jobs=2 --output-sync=target check-code check-processes
 
 # Tests with real processes wait half of the time: the others, and a few of these, run beside them.
-BESIDE := $(patsubst %,tests/process/test_%.py,convergence examples groups training coordinator_death leaving many_eras \
-          replay)
+BESIDE := $(patsubst %,tests/process/test_%.py,examples groups training coordinator_death leaving replay)
 
 check-code: venv
 	$(BIN)/ruff format --check .
