@@ -181,7 +181,7 @@ def _journaled(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results
 
 def _saved(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
     facts = machine()
-    trials = checkpointing.measure(checkpointing.QUICK_PAIRS if arguments.quick else checkpointing.PAIRS, say)
+    trials = checkpointing.measure(checkpointing.QUICK_ROUNDS if arguments.quick else checkpointing.ROUNDS, say)
     return Results("checkpoints", arguments.quick, facts, trials=trials), frozenset({"pliant", "large", "checkpoints"})
 
 

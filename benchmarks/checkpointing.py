@@ -1,19 +1,21 @@
 """What checkpoints cost while they are written: CPU, the main thread's time, memory.
 
 Question  How much does a checkpoint of the large model every five seconds take from the training?
-Holds     One worker that never sleeps, so that nothing is hidden in waiting; a job's other workers notice nothing.
-          Stretches of time with checkpoints and without take turns in one run: drift of the machine meets both alike.
-          CPU seconds are those of the whole process (getrusage), the main thread's its own; both per round.
+Holds     One worker that never sleeps, so that nothing is hidden in waiting; a job's other workers notice nothing. The
+          copy is timed where the main thread makes it, the writing in its own thread, both in CPU seconds, and related
+          to what the process used (getrusage) over all rounds: two stretches of such a run differ by more than both, on
+          a machine that others use.
 Source    Issue 5, "checkpointing"; docs/benchmarks.md.
 """
 
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,25 +23,32 @@ import torch.nn.functional as F
 import pliant
 from benchmarks.results import Trial
 from benchmarks.workload import Device, make_dataset, make_model, make_optimizer
+from pliant.runtime.saving import Thread
 
 BATCH, SIZE = 64, 16
 EVERY_S = 5.0
-STRETCH_S = 10.5
-"""Two checkpoints fit into it; the second is written before it ends."""
-PAIRS, QUICK_PAIRS = 6, 2
+ROUNDS, QUICK_ROUNDS = 600, 150
 MODEL = "large"
 
 Say = Callable[[str], None]
 
 
 @dataclass(slots=True)
-class Stretch:
-    """What was used in some seconds of training."""
+class Course:
+    """One run."""
 
-    rounds: int
-    cpu_s: float
-    main_s: float
-    peak_mb: float
+    copied_s: list[float] = field(default_factory=list)
+    """of the main thread, for each checkpoint"""
+    written_s: list[float] = field(default_factory=list)
+    """of the thread that writes"""
+    rounds: int = 0
+    cpu_s: float = 0.0
+    main_s: float = 0.0
+    idle_mb: float = 0.0
+    """the resident size between checkpoints"""
+    peak_mb: float = 0.0
+    """while one is written"""
+    state_mb: float = 0.0
 
 
 def _cpu_s() -> float:
@@ -47,74 +56,78 @@ def _cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak_mb() -> float:
-    """The largest resident size since it was forgotten."""
+def _status_mb(name: str) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
+    return next(float(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith(name))
 
 
-def stretches(directory: str, pairs: int) -> tuple[list[Stretch], float]:
-    """With checkpoints, without, with, …; and the bytes of the state in MB."""
-    device = Device(lambda: 0.0)
+def trained(directory: str, rounds: int) -> Course:
+    """So many rounds with a checkpoint every five seconds."""
+    course, device = Course(), Device(lambda: 0.0)
     model = make_model(MODEL, device)
     optimizer = make_optimizer(model)
-    found: list[Stretch] = []
-    # The first one warms up.
-    wanted = 2 * pairs + 1
     with pliant.join(model, optimizer, batch=BATCH, checkpoint=directory, checkpoint_every=EVERY_S) as run:
         saving = run._worker._saving
         assert saving is not None
-        began, used_s, main_s, since_s = run.round, _cpu_s(), time.thread_time(), time.monotonic()
-        _forget_peak()
+        _watch(saving, course)
+        used_s, main_s = _cpu_s(), time.thread_time()
         for x, y in run.batches(make_dataset(MODEL), size=SIZE):
             device.begin(len(x))
             run.backward(F.cross_entropy(model(x), y))
-            if not run.step() or time.monotonic() - since_s < STRETCH_S or saving._writing is not None:
-                continue
-            found.append(
-                Stretch(run.round - began, _cpu_s() - used_s, time.thread_time() - main_s, _peak_mb()),
-            )
-            if len(found) == wanted:
+            if run.step() and run.round >= rounds and saving._writing is None:
                 break
-            # Next comes one with checkpoints, the first after five seconds, or one without.
-            saving._every_s = EVERY_S if len(found) % 2 else float("inf")
-            saving._due_s = time.monotonic() + saving._every_s
-            began, used_s, main_s, since_s = run.round, _cpu_s(), time.thread_time(), time.monotonic()
-            _forget_peak()
+        course.rounds, course.cpu_s, course.main_s = run.round, _cpu_s() - used_s, time.thread_time() - main_s
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
-    return found[1:], sum(tensor.nbytes for tensor in [*model.parameters(), *state]) / 1e6
+    course.state_mb = sum(tensor.nbytes for tensor in [*model.parameters(), *state]) / 1e6
+    return course
 
 
-def measure(pairs: int, say: Say) -> tuple[Trial, ...]:
-    """One run; every pair of stretches is a repeat."""
+def _watch(saving: Any, course: Course) -> None:
+    """Time every copy and every writing, and note the memory that they take."""
+    save = saving.save
+
+    def saved(*arguments: Any) -> None:
+        course.idle_mb = _status_mb("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+        began_s = time.thread_time()
+        save(*arguments)
+        course.copied_s.append(time.thread_time() - began_s)
+
+    def begin(work: Callable[[], object]) -> Thread:
+        def timed() -> None:
+            began_s = time.thread_time()
+            work()
+            course.written_s.append(time.thread_time() - began_s)
+            course.peak_mb = max(course.peak_mb, _status_mb("VmHWM"))
+
+        return Thread(timed)
+
+    saving.save, saving._begin = saved, begin
+
+
+def measure(rounds: int, say: Say) -> tuple[Trial, ...]:
+    """One run of so many rounds."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with TemporaryDirectory(prefix="pliant-checkpoints-") as directory:
-            found, state_mb = stretches(directory, pairs)
+            course = trained(directory, rounds)
     finally:
         torch.set_num_threads(threads)
-    trials: list[Trial] = []
-    usual_mb = median(stretch.peak_mb for stretch in found[1::2])
-    for repeat, (with_, without) in enumerate(zip(found[::2], found[1::2], strict=True)):
-        cpu = (with_.cpu_s / with_.rounds) / (without.cpu_s / without.rounds) - 1
-        main = (with_.main_s / with_.rounds) / (without.main_s / without.rounds) - 1
-        copies = (with_.peak_mb - usual_mb) * 1.048576 / state_mb
-        figures = {
-            "rounds": float(with_.rounds),
-            "cpu": cpu,
-            "main": main,
-            "copies": copies,
-            "round_ms": without.cpu_s / without.rounds * 1e3,
-            "state_mb": state_mb,
-        }
-        trials.append(Trial("pliant", MODEL, "checkpoints", repeat, figures))
-        say(
-            f"pair {repeat}  {with_.rounds} rounds  CPU {100 * cpu:+.2f} %  main thread {100 * main:+.2f} %  "
-            f"{copies:.2f} copies"
-        )
-    return tuple(trials)
+    # Removing old ones is done in such a thread, too; it costs next to nothing.
+    written_s = sum(course.written_s)
+    figures = {
+        "rounds": float(course.rounds),
+        "checkpoints": float(len(course.copied_s)),
+        "copy_ms": median(course.copied_s) * 1e3,
+        "cpu": (sum(course.copied_s) + written_s) / (course.cpu_s - sum(course.copied_s) - written_s),
+        "main": sum(course.copied_s) / (course.main_s - sum(course.copied_s)),
+        "copies": (course.peak_mb - course.idle_mb) / course.state_mb,
+        "round_ms": course.cpu_s / course.rounds * 1e3,
+        "state_mb": course.state_mb,
+    }
+    say(
+        f"{course.rounds} rounds  {len(course.copied_s)} checkpoints  CPU {100 * figures['cpu']:+.2f} %  "
+        f"main thread {100 * figures['main']:+.2f} %  {figures['copies']:.2f} copies"
+    )
+    return (Trial("pliant", MODEL, "checkpoints", 0, figures),)

@@ -1005,7 +1005,7 @@ class Worker:
         """Whether this worker writes the checkpoints, and its script is where another one can get by itself."""
         first = next((m for m, standing in enumerate(self.group.standings) if standing is Standing.ACTIVE), None)
         whole = self._restored is None and (self._eras is None or self._eras.holds_all)
-        if self._eras is None and self._contribution.micro_batches:
+        if len(self.group.roster) == 1 and self._contribution.micro_batches:
             # Alone the model's buffers follow every forward pass, and those of this round will be made again.
             return False
         alike = len(self.group.open) == 1 and not self.group.phase.inner and self._script.is_at(self.group)
