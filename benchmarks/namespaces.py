@@ -12,6 +12,9 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+INTERFACE = "wire"
+"""of a host, to the switch"""
+
 
 class NoNetwork(Exception):
     """The network could not be made, and why."""
@@ -53,3 +56,25 @@ def namespaces(names: list[str]) -> Iterator[None]:
     finally:
         for name in made:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def port(index: int) -> str:
+    """The switch's interface for a host."""
+    return f"port{index}"
+
+
+@contextmanager
+def joined(count: int, subnet: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """A switch and so many hosts at it, numbered from 1 in ``subnet``: their namespaces."""
+    switch = f"pliant-{os.getpid()}-switch"
+    names = tuple(f"pliant-{os.getpid()}-{index}" for index in range(count))
+    with namespaces([switch, *names]):
+        ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        ip("-n", switch, "link", "set", "switch", "up")
+        for index, name in enumerate(names):
+            ip("-n", name, "link", "add", INTERFACE, "type", "veth", "peer", "name", port(index), "netns", switch)
+            ip("-n", switch, "link", "set", port(index), "master", "switch")
+            ip("-n", switch, "link", "set", port(index), "up")
+            ip("-n", name, "address", "add", f"{subnet}.{index + 1}/24", "dev", INTERFACE)
+            ip("-n", name, "link", "set", INTERFACE, "up")
+        yield switch, names

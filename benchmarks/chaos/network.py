@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.namespaces import inside, ip, namespaces
+from benchmarks.namespaces import INTERFACE, inside, ip, joined
 
 SUBNET = "10.211.79"
-INTERFACE = "wire"
 _CLONE_NEWNET = 0x40000000
 
 Answer = TypeVar("Answer")
@@ -92,17 +91,8 @@ def _enter(namespace: str) -> None:
 @contextmanager
 def hosts(count: int) -> Iterator[Hosts]:
     """So many hosts; ``NoNetwork`` where that cannot be."""
-    switch = f"pliant-{os.getpid()}-switch"
-    names = tuple(f"pliant-{os.getpid()}-{index}" for index in range(count))
-    with namespaces([switch, *names]):
-        ip("-n", switch, "link", "add", "switch", "type", "bridge")
-        ip("-n", switch, "link", "set", "switch", "up")
-        for index, name in enumerate(names):
-            port = f"port{index}"
-            ip("-n", name, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
-            ip("-n", switch, "link", "set", port, "master", "switch")
-            ip("-n", switch, "link", "set", port, "up")
-            ip("-n", name, "address", "add", f"{SUBNET}.{index + 1}/24", "dev", INTERFACE)
-            ip("-n", name, "link", "set", INTERFACE, "up")
-        with ThreadPoolExecutor(2, initializer=_enter, initargs=(names[0],)) as first:
-            yield Hosts(names, first)
+    with (
+        joined(count, SUBNET) as (_, names),
+        ThreadPoolExecutor(2, initializer=_enter, initargs=(names[0],)) as first,
+    ):
+        yield Hosts(names, first)

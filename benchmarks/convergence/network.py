@@ -5,16 +5,14 @@ Holds     The same links for all systems. Each worker's link is bounded in both 
           all-reduce of G bytes among n sends 2·(n − 1)/n·G over each link.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from benchmarks.convergence.course import NEARLY_EQUAL_MS, WORKERS
-from benchmarks.namespaces import inside, ip, namespaces, shape
+from benchmarks.namespaces import INTERFACE, inside, joined, port, shape
 
 SUBNET = "10.211.78"
-INTERFACE = "wire"
 GRADIENT_BYTES = 4 * 172_554
 SUM_S = 2 * NEARLY_EQUAL_MS[0] / 1000
 HEADERS = 1.05  # Ethernet, IP and TCP around each 1448 bytes of payload
@@ -41,19 +39,9 @@ class Star:
 @contextmanager
 def star(workers: int = WORKERS) -> Iterator[Star]:
     """One namespace per worker, and one with the switch; ``NoNetwork`` where that cannot be."""
-    switch = f"pliant-{os.getpid()}-switch"
-    names = tuple(f"pliant-{os.getpid()}-{index}" for index in range(workers))
     rate = f"{rate_mbit()}mbit"
-    with namespaces([switch, *names]):
-        ip("-n", switch, "link", "add", "switch", "type", "bridge")
-        ip("-n", switch, "link", "set", "switch", "up")
+    with joined(workers, SUBNET) as (switch, names):
         for index, name in enumerate(names):
-            port = f"port{index}"
-            ip("-n", name, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
-            ip("-n", switch, "link", "set", port, "master", "switch")
-            ip("-n", switch, "link", "set", port, "up")
-            ip("-n", name, "address", "add", f"{SUBNET}.{index + 1}/24", "dev", INTERFACE)
-            ip("-n", name, "link", "set", INTERFACE, "up")
             shape(name, INTERFACE, rate, BURST)
-            shape(switch, port, rate, BURST)
+            shape(switch, port(index), rate, BURST)
         yield Star(names, tuple(f"{SUBNET}.{index + 1}" for index in range(workers)))

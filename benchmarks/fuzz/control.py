@@ -78,7 +78,7 @@ class _Journal:
     def lines(self) -> int:
         return len(self._records)
 
-    def history(self) -> list[journal.Record]:
+    def records(self) -> list[journal.Record]:
         return self._records
 
     def close(self) -> None: ...

@@ -4,7 +4,18 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from pliant import rates
-from pliant.errors import JournalError, Left, NonFiniteLoss, PliantError, Refused, RunEnded, UsageError
+from pliant.errors import (
+    CheckpointError,
+    Diverged,
+    Drifted,
+    JournalError,
+    Left,
+    NonFiniteLoss,
+    PliantError,
+    Refused,
+    RunEnded,
+    UsageError,
+)
 from pliant.runtime.environment import is_worker as _is_worker
 
 # The launcher and the coordinator need no torch, whose import takes seconds. In a script everything is loaded with
@@ -14,6 +25,9 @@ if TYPE_CHECKING or "torch" in sys.modules or _is_worker():
     from pliant.settings import Floating
 
 __all__ = [
+    "CheckpointError",
+    "Diverged",
+    "Drifted",
     "Floating",
     "JournalError",
     "Left",

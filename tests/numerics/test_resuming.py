@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import pliant
+from pliant.core.members import CHECKPOINTS_KEPT
 from pliant.errors import CheckpointError
 from pliant.runtime import saving
 
@@ -87,7 +88,7 @@ def test_as_if_it_had_never_stopped(tmp_path: Path, crashes: tuple[int, ...]) ->
 
 def test_a_run_that_came_to_its_end_is_not_gone_on_with(tmp_path: Path) -> None:
     first, weights = trained(tmp_path)
-    assert len(list((tmp_path / "alone").glob("*/manifest.json"))) == saving.KEPT
+    assert len(list((tmp_path / "alone").glob("*/manifest.json"))) == CHECKPOINTS_KEPT
     second, again = trained(tmp_path)
     assert first == second and all(torch.equal(weights[name], again[name]) for name in weights)
 

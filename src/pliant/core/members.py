@@ -36,6 +36,9 @@ launcher, or one slip in ``pliant scale``, fills the memory."""
 MOST_SLOTS_EVER = 4 * MOST_SLOTS
 """Those that are gone for good included."""
 
+CHECKPOINTS_KEPT = 3
+"""A damaged one is not the end."""
+
 ATTEMPTS_PER_TERM = 1_000_000
 """Attempts are numbered from the term's number times this, so that no two coordinators use the same one."""
 

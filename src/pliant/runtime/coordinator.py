@@ -34,9 +34,6 @@ STATUS_EVERY_S = 0.2
 
 EVENTS_KEPT = 1000
 
-CHECKPOINTS_KEPT = 3
-"""A damaged one is not the end."""
-
 SAVED_WAITING = 10
 """Checkpoints that wait for the records that lead to them; one worker at a time writes one."""
 
@@ -90,7 +87,7 @@ class Journal(Protocol):
     """Where records are appended: a ``JournalFile``, or a list in a simulation."""
 
     def append(self, records: list[journal.Record]) -> None: ...
-    def history(self) -> list[journal.Record]: ...
+    def records(self) -> list[journal.Record]: ...
     def close(self) -> None: ...
 
 
@@ -475,7 +472,7 @@ class Coordinator:
             self._saved.remove(saved)
             if saved.name not in known:
                 self._write([journal.CheckpointRecord(saved.name, saved.records, saved.round)])
-                known = (saved.name, *known)[:CHECKPOINTS_KEPT]
+                known = (saved.name, *known)[: members.CHECKPOINTS_KEPT]
         if due:
             self._state = replace(self._state, checkpoints=known)
             self._send(messages.Named(list(known)), [worker.name for worker, _ in members.members_of(self._state)])
@@ -485,8 +482,9 @@ class Coordinator:
         before = self._tally.status
         self._tally = Tally(self.charter.job, self._state.term)
         self._tally.plan(before.epochs, before.samples_planned)
-        self._tally.resume(journal.effective([*self._journal.history(), *self._unwritten]), now_s)
-        self._state = replace(self._state, checkpoints=_named(self._journal.history()))
+        history = journal.effective([*self._journal.records(), *self._unwritten])
+        self._tally.resume(history, now_s)
+        self._state = replace(self._state, checkpoints=_named(history))
 
     # effects
 
@@ -694,4 +692,4 @@ def _number(record: journal.Record) -> int:
 def _named(history: Sequence[journal.Record]) -> tuple[str, ...]:
     """The checkpoints that exist, newest first."""
     names = [record.name for record in reversed(history) if isinstance(record, journal.CheckpointRecord)]
-    return tuple(names[:CHECKPOINTS_KEPT])
+    return tuple(names[: members.CHECKPOINTS_KEPT])

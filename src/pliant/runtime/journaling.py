@@ -75,9 +75,9 @@ class JournalFile:
             raise
         self._chain, self._size = chain, self._size + len(content)
 
-    def history(self) -> list[journal.Record]:
-        """What was written so far, without what a rewind has gone back behind."""
-        return journal.effective(journal.read(self._path.read_bytes()[: self._size].splitlines(keepends=True)))
+    def records(self) -> list[journal.Record]:
+        """What was written so far."""
+        return list(journal.read(self._path.read_bytes()[: self._size].splitlines(keepends=True)))
 
     def close(self) -> None:
         """Nothing can be appended any more."""

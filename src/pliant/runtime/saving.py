@@ -23,9 +23,6 @@ from pliant.runtime.eras import Handed
 from pliant.runtime.update import Training
 from pliant.tensors.checkpoint import Manifest
 
-KEPT = 3
-"""A damaged one is not the end."""
-
 _AGAIN = 0.2
 """After a failure the next one is tried after this part of the usual time."""
 
@@ -85,7 +82,8 @@ class Saving:
         self._clock = clock
         self._begin = begin
         self._due_s = clock() + every_s
-        self._writing: tuple[Manifest, Task] | None = None
+        self._writing: tuple[Manifest | None, Task] | None = None
+        """None: what is being written is of no use any more"""
         self._written: Manifest | None = None
         """complete, but perhaps of a round that only this worker has applied"""
         self._tidying: Task | None = None
@@ -143,7 +141,7 @@ class Saving:
             if task.failed is not None:
                 self._due_s = min(self._due_s, self._clock() + _AGAIN * self._every_s)
                 _say(f"{task.failed}; training goes on, and it is tried again")
-            else:
+            elif manifest is not None:
                 self._written = manifest
         if self._written is not None and certain >= self._written.records:
             manifest, self._written = self._written, None
@@ -153,7 +151,7 @@ class Saving:
         """This worker does not hold the state any more: what it has written may be of a round that is void."""
         self._written = None
         if self._writing is not None:
-            self._writing = None
+            self._writing = None, self._writing[1]
 
     def tidy(self, named: Sequence[str]) -> None:
         """Remove what is older than the newest of those that exist, and not one of them."""

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from pliant.core import drift, rounds, tickets
 from pliant.core.ledger import MicroBatch, samples_of
+from pliant.core.members import CHECKPOINTS_KEPT
 from pliant.core.rounds import Entry, Group, Mismatch, Past, Settled, Standing
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.errors import Drifted, Left, NonFiniteLoss, Refused, RunEnded, UsageError
@@ -35,7 +36,7 @@ from pliant.runtime import eras as changes
 from pliant.runtime.contribution import Contribution
 from pliant.runtime.eras import Eras, Handed
 from pliant.runtime.place import EraBroken, Evicted, Seat
-from pliant.runtime.saving import KEPT, Saving
+from pliant.runtime.saving import Saving
 from pliant.runtime.script import Opening, Script, top_level_calls
 from pliant.runtime.takeover import install_state
 from pliant.runtime.update import Training
@@ -992,7 +993,7 @@ class Worker:
             if link is not None:
                 link.saved(manifest.name, manifest.records, manifest.round)
             else:
-                saving.tidy([name for name in reversed(saving.names()) if name <= manifest.name][:KEPT])
+                saving.tidy([name for name in reversed(saving.names()) if name <= manifest.name][:CHECKPOINTS_KEPT])
 
         saving.look(self._witness.certain, tell)
         if link is not None:
