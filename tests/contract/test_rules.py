@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from pliant.core import journal, noise, rates, rounds
 from pliant.core.rates import RULES, Rule

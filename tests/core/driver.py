@@ -10,8 +10,11 @@ Holds     Deterministic. Each worker is a coroutine that follows runtime/worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from pliant.core import journal, rounds
 from pliant.core.journal import Record
@@ -25,8 +28,7 @@ from pliant.types import WorkerId
 _MOST_STEPS = 400_000
 
 
-@dataclass(frozen=True)
-class Break:
+class Break(msgspec.Struct, frozen=True):
     """``member`` leaves its loop after so many draws, the last one computed or not."""
 
     member: int
@@ -34,8 +36,7 @@ class Break:
     computed: bool = True
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """One call of ``batches`` or ``evaluate`` in every worker's script."""
 
     kind: Kind
@@ -44,8 +45,7 @@ class Call:
     breaks: tuple[Break, ...] = ()
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(msgspec.Struct, frozen=True):
     """Something happens to a member. Who joins is not there before."""
 
     at_s: float
@@ -57,8 +57,7 @@ class Change:
     """kill, as bits of members: who waits for a sum that all have handed in to still gets it"""
 
 
-@dataclass(frozen=True)
-class Scene:
+class Scene(msgspec.Struct, frozen=True):
     """Who works at which speed (samples/s) on what."""
 
     policy: Policy
@@ -164,8 +163,7 @@ class Flight:
     closed: bool = False
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(msgspec.Struct, frozen=True):
     """A finished micro-batch."""
 
     phase: int
@@ -174,8 +172,7 @@ class Work:
     samples: int
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(msgspec.Struct, frozen=True):
     """Time in which a worker had nothing to compute."""
 
     phase: int

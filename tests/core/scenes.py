@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from driver import Break, Call, Change, Scene
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pliant.core import overlap
 from pliant.core.rates import RULES

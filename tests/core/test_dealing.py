@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 from driver import Scene, played
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from scenes import scenes
 
 from pliant.core import dealing, ledger, overlap, rounds

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import msgspec
 import pytest
 from driver import Call, Change, Play, Scene, played
 from hypothesis import given, settings
+from msgspec.structs import replace
 from scenes import elastic_scenes
 
 from pliant.core.audit import Report, audit

@@ -9,7 +9,7 @@ Source    ours; docs/protocol.md, docs/design/0007-elastic.md.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from pliant.core import endings, losses
 from pliant.core.eras import is_credible, redelivered, with_era_of

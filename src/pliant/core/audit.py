@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from pliant.core.journal import (
     CheckpointRecord,
     EndRecord,
@@ -40,8 +42,7 @@ from pliant.types import Span
 _MOST_PROBLEMS = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(msgspec.Struct, frozen=True):
     """What an audit found. No problems: every position is proven used once or cut."""
 
     problems: list[str]

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from pliant.core.tickets import Flag, Ticket
 from pliant.types import WorkerId
@@ -30,8 +31,7 @@ FORGIVEN = 1
 _SILENT = Flag.FOLLOWING | Flag.LEAVING
 
 
-@dataclass(frozen=True, slots=True)
-class Drift:
+class Drift(msgspec.Struct, frozen=True):
     """Some workers' weights differ from those that are believed."""
 
     round: int

@@ -8,7 +8,7 @@ Source    ours; docs/protocol.md.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from pliant.core.events import (
     AgentId,

@@ -7,8 +7,9 @@ Source    ours; docs/protocol.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NewType
+
+import msgspec
 
 from pliant.core.terms import Terms
 from pliant.types import WorkerId
@@ -22,8 +23,7 @@ AgentId = NewType("AgentId", str)
 # Events of workers
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(msgspec.Struct, frozen=True):
     """A worker's connection introduced itself. ``worker`` is empty for a newcomer; else it goes on under that name."""
 
     peer: int
@@ -38,8 +38,7 @@ class Arrived:
     address: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Offered:
+class Offered(msgspec.Struct, frozen=True):
     """The worker wants to be a member of the next era.
 
     ``dead_after_s`` is the script's setting, if it has one. ``length`` is that of the dataset it enlists with,
@@ -54,8 +53,7 @@ class Offered:
     recorded: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Beaten:
+class Beaten(msgspec.Struct, frozen=True):
     """A sign of life, of the process and of its main loop."""
 
     worker: WorkerId
@@ -68,16 +66,14 @@ class Beaten:
     """the one it is in, or was in last; None: not said"""
 
 
-@dataclass(frozen=True, slots=True)
-class Leaving:
+class Leaving(msgspec.Struct, frozen=True):
     """The worker was asked to go, by a signal or by its script."""
 
     worker: WorkerId
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped:
+class Stopped(msgspec.Struct, frozen=True):
     """The worker has stopped in ``era`` after settling ``exchange``; ``failed`` says why, if nobody told it to."""
 
     worker: WorkerId
@@ -87,8 +83,7 @@ class Stopped:
     failed: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Entered:
+class Entered(msgspec.Struct, frozen=True):
     """The worker is in ``era`` now."""
 
     worker: WorkerId
@@ -96,8 +91,7 @@ class Entered:
     exchange: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """The worker says it cannot go on. ``fatal``: no restart could mend it, on any worker; ``own``: only this one's."""
 
     worker: WorkerId
@@ -106,16 +100,14 @@ class Failed:
     own: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True):
     """The worker left ``join`` in good order; ``left``: because it was asked to go."""
 
     worker: WorkerId
     left: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLost:
+class ConnectionLost(msgspec.Struct, frozen=True):
     """An admitted worker's connection is closed."""
 
     worker: WorkerId
@@ -125,8 +117,7 @@ class ConnectionLost:
 # Events of agents and people
 
 
-@dataclass(frozen=True, slots=True)
-class AgentArrived:
+class AgentArrived(msgspec.Struct, frozen=True):
     """A launcher's connection introduced itself. ``agent`` is empty for a new one; ``slots`` are those it has."""
 
     peer: int
@@ -137,16 +128,14 @@ class AgentArrived:
     owner: bool
 
 
-@dataclass(frozen=True, slots=True)
-class AgentLost:
+class AgentLost(msgspec.Struct, frozen=True):
     """A launcher's connection is closed."""
 
     agent: AgentId
     peer: int
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessExited:
+class ProcessExited(msgspec.Struct, frozen=True):
     """From a launcher's waitpid: exit status, or minus the signal; ``error`` is its last exception."""
 
     agent: AgentId
@@ -156,42 +145,36 @@ class ProcessExited:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Interrupted:
+class Interrupted(msgspec.Struct, frozen=True):
     """A launcher got a signal: 2 for Ctrl-C, 15 for SIGTERM."""
 
     agent: AgentId
     signal: int
 
 
-@dataclass(frozen=True, slots=True)
-class Noticed:
+class Noticed(msgspec.Struct, frozen=True):
     """A launcher's machine goes away: its workers are to leave."""
 
     agent: AgentId
 
 
-@dataclass(frozen=True, slots=True)
-class Scaled:
+class Scaled(msgspec.Struct, frozen=True):
     """Somebody wants so many workers; ``slots.scale_refusal`` has nothing against it."""
 
     workers: int
 
 
-@dataclass(frozen=True, slots=True)
-class Drained:
+class Drained(msgspec.Struct, frozen=True):
     """Somebody wants this slot's worker to leave; ``slots.drain_refusal`` has nothing against it."""
 
     slot: SlotId
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hindered:
+class Hindered(msgspec.Struct, frozen=True):
     """The coordinator itself cannot go on: its disk is full, for one."""
 
     reason: str
@@ -205,8 +188,7 @@ Event = Arrived | AgentArrived | OfWorker | OfAgent | Scaled | Drained | Tick | 
 # Effects on workers
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(msgspec.Struct, frozen=True):
     """From now on the connection speaks for the worker. ``running``: training has begun."""
 
     peer: int
@@ -214,8 +196,7 @@ class Admit:
     running: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(msgspec.Struct, frozen=True):
     """Tell the connection why it is not wanted, and close it. ``again``: it may come back as a newcomer."""
 
     peer: int
@@ -223,8 +204,7 @@ class Refuse:
     again: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Dismiss:
+class Dismiss(msgspec.Struct, frozen=True):
     """Tell the connection that the run is over for it, and close it."""
 
     peer: int
@@ -232,15 +212,13 @@ class Dismiss:
     completed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(msgspec.Struct, frozen=True):
     """The connection has said its last word, or another one has taken its place."""
 
     peer: int
 
 
-@dataclass(frozen=True, slots=True)
-class StartEra:
+class StartEra(msgspec.Struct, frozen=True):
     """Tell ``to`` to form the group and to enter the era at once."""
 
     era: int
@@ -254,8 +232,7 @@ class StartEra:
     """nobody holds the state: the donor reads the first of these that is whole"""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanEra:
+class PlanEra(msgspec.Struct, frozen=True):
     """Tell ``to``, the present and the coming members, to form the group in the background."""
 
     era: int
@@ -266,8 +243,7 @@ class PlanEra:
     to: tuple[WorkerId, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BreakEra:
+class BreakEra(msgspec.Struct, frozen=True):
     """Tell ``to`` that every era up to this one is over, and who is likely to be in the next one."""
 
     era: int
@@ -278,16 +254,14 @@ class BreakEra:
     roster: tuple[WorkerId, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class AskToLeave:
+class AskToLeave(msgspec.Struct, frozen=True):
     """Ask a member to go in good order."""
 
     worker: WorkerId
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class StopAll:
+class StopAll(msgspec.Struct, frozen=True):
     """Tell every connected worker that the run is over."""
 
     reason: str
@@ -296,8 +270,7 @@ class StopAll:
 # Effects on agents
 
 
-@dataclass(frozen=True, slots=True)
-class Enroll:
+class Enroll(msgspec.Struct, frozen=True):
     """From now on the connection speaks for the launcher; ``slots`` are all it has."""
 
     peer: int
@@ -305,32 +278,28 @@ class Enroll:
     slots: tuple[SlotId, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(msgspec.Struct, frozen=True):
     """Let the launcher start a process in the slot."""
 
     agent: AgentId
     slot: SlotId
 
 
-@dataclass(frozen=True, slots=True)
-class Terminate:
+class Terminate(msgspec.Struct, frozen=True):
     """Let the launcher send SIGTERM to the slot's process."""
 
     agent: AgentId
     slot: SlotId
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
+class Kill(msgspec.Struct, frozen=True):
     """Let the launcher send SIGKILL to the slot's process and its children."""
 
     agent: AgentId
     slot: SlotId
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseAgent:
+class ReleaseAgent(msgspec.Struct, frozen=True):
     """The run is over for this launcher, though not for the others."""
 
     agent: AgentId
@@ -338,8 +307,7 @@ class ReleaseAgent:
     exit_status: int
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(msgspec.Struct, frozen=True):
     """Something notable happened: ``kind`` is a word for programs, ``text`` one line for people.
 
     Quiet ones are kept among the run's events, but not shown on the launchers' screens.
@@ -351,8 +319,7 @@ class Note:
     quiet: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """The run is over; nothing follows."""
 
     reason: str

@@ -10,7 +10,9 @@ Source    ours; docs/design/0001-data.md. Property tests: tests/core/test_ledger
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from pliant.types import Span
 
@@ -21,8 +23,7 @@ def samples_of(spans: Sequence[Span]) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-@dataclass(frozen=True, slots=True)
-class Hand:
+class Hand(msgspec.Struct, frozen=True):
     """One worker's dealt micro-batches, in the order in which it draws them."""
 
     queue: tuple[MicroBatch, ...] = ()
@@ -36,8 +37,7 @@ class Hand:
         return sum(samples_of(micro_batch) for micro_batch in self.queue[: self.granted])
 
 
-@dataclass(frozen=True, slots=True)
-class Ledger:
+class Ledger(msgspec.Struct, frozen=True):
     """The state of one phase's positions."""
 
     limit: int
@@ -121,8 +121,7 @@ def give_back(ledger: Ledger, member: int) -> Ledger:
     return replace(_with_hand(ledger, member, Hand()), returned=joined([*ledger.returned, *spans]))
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(msgspec.Struct, frozen=True):
     """What becomes of one hand of the old roster in a new one."""
 
     member: int

@@ -10,7 +10,7 @@ Source    ours; docs/protocol.md, docs/design/0007-elastic.md.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from pliant.core.events import Dismiss, Effect, Kill, Note, Refuse
 from pliant.core.members import (

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from pliant.core.events import AgentArrived, AgentId, Effect, PlanEra, SlotId, StartEra
 from pliant.core.terms import Terms
@@ -46,8 +48,7 @@ ATTEMPTS_PER_TERM = 1_000_000
 # A launcher
 
 
-@dataclass(frozen=True, slots=True)
-class Agent:
+class Agent(msgspec.Struct, frozen=True):
     """One launcher. ``peer`` is None while its connection is lost, since ``gone_s``."""
 
     name: AgentId
@@ -63,15 +64,13 @@ class Agent:
 # A slot and its process
 
 
-@dataclass(frozen=True, slots=True)
-class Alive:
+class Alive(msgspec.Struct, frozen=True):
     """Started, and not known to have ended. ``greeted``: it has called ``join``."""
 
     greeted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(msgspec.Struct, frozen=True):
     """Has ended; what that means is not decided yet."""
 
     status: int
@@ -80,8 +79,7 @@ class Ending:
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class Exited:
+class Exited(msgspec.Struct, frozen=True):
     """Has ended. ``restart_s`` is when it is to be started again, if at all."""
 
     status: int
@@ -100,8 +98,7 @@ class Fate(enum.Enum):
     GIVEN_UP = "given up"
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(msgspec.Struct, frozen=True):
     """A place for one process. ``agent`` is empty while the launcher has not come back to a new coordinator."""
 
     name: SlotId
@@ -129,15 +126,13 @@ class Slot:
 # A worker
 
 
-@dataclass(frozen=True, slots=True)
-class Connected:
+class Connected(msgspec.Struct, frozen=True):
     """``peer`` is the number of its connection."""
 
     peer: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(msgspec.Struct, frozen=True):
     """The connection closed without a word."""
 
     since_s: float
@@ -146,13 +141,11 @@ class Cut:
 Line = Connected | Cut
 
 
-@dataclass(frozen=True, slots=True)
-class Greeted:
+class Greeted(msgspec.Struct, frozen=True):
     """Has called ``join``, and does not want to be in an era yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(msgspec.Struct, frozen=True):
     """Ready for an era."""
 
     terms: Terms
@@ -161,8 +154,7 @@ class Waiting:
     """the user knows that it waits for a place"""
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(msgspec.Struct, frozen=True):
     """Belongs to the era, or to the planned one."""
 
     address: str
@@ -193,8 +185,7 @@ class Member:
         return self.era > 0 if self.active is None else self.active
 
 
-@dataclass(frozen=True, slots=True)
-class Departing:
+class Departing(msgspec.Struct, frozen=True):
     """Its last era is over; it says goodbye in its own time, but not later than ``dead_after``."""
 
     since_s: float = 0.0
@@ -203,8 +194,7 @@ class Departing:
 Standing = Greeted | Waiting | Member | Departing
 
 
-@dataclass(frozen=True, slots=True)
-class Worker:
+class Worker(msgspec.Struct, frozen=True):
     """One incarnation of a slot."""
 
     name: WorkerId
@@ -218,29 +208,25 @@ class Worker:
 # The course of eras
 
 
-@dataclass(frozen=True, slots=True)
-class Idle:
+class Idle(msgspec.Struct, frozen=True):
     """There is no era."""
 
 
-@dataclass(frozen=True, slots=True)
-class Forming:
+class Forming(msgspec.Struct, frozen=True):
     """Everybody was told to enter an era; it is in force when all are in it. ``floor`` as in ``Steady``."""
 
     start: StartEra
     floor: int
 
 
-@dataclass(frozen=True, slots=True)
-class Steady:
+class Steady(msgspec.Struct, frozen=True):
     """An era is in force. ``floor``: what members said of older eras is out of date."""
 
     era: int
     floor: int
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(msgspec.Struct, frozen=True):
     """An era is in force and the next one is being formed beside it."""
 
     era: int
@@ -248,8 +234,7 @@ class Planned:
     plan: PlanEra
 
 
-@dataclass(frozen=True, slots=True)
-class Halting:
+class Halting(msgspec.Struct, frozen=True):
     """Every era up to ``era`` is over; the members' answers are awaited."""
 
     era: int
@@ -269,18 +254,15 @@ Course = Idle | Forming | Steady | Planned | Halting
 # The run
 
 
-@dataclass(frozen=True, slots=True)
-class Gathering:
+class Gathering(msgspec.Struct, frozen=True):
     """No era has started yet, or none in which anything was done."""
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
+class Running(msgspec.Struct, frozen=True):
     """There are eras."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finishing:
+class Finishing(msgspec.Struct, frozen=True):
     """A member has finished its script; the others do so on their own."""
 
     since_s: float
@@ -295,8 +277,7 @@ class Urge(enum.IntEnum):
     KILLED = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Stopping:
+class Stopping(msgspec.Struct, frozen=True):
     """Waiting for the processes to end. ``status`` is None where the exit status of the slot ``culprit`` decides."""
 
     reason: str
@@ -306,8 +287,7 @@ class Stopping:
     status: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Over:
+class Over(msgspec.Struct, frozen=True):
     """All processes have ended."""
 
     reason: str
@@ -318,8 +298,7 @@ class Over:
 Stage = Gathering | Running | Finishing | Stopping | Over
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(msgspec.Struct, frozen=True):
     """What is fixed for a run before it starts."""
 
     script: str
@@ -329,8 +308,7 @@ class Rules:
     grace_s: float = GRACE_S
 
 
-@dataclass(frozen=True, slots=True)
-class Roster:
+class Roster(msgspec.Struct, frozen=True):
     """The whole state."""
 
     rules: Rules

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from pliant.core.tickets import Ticket
 
@@ -29,8 +31,7 @@ MEMORY = 1000.0
 _MOST_OPEN = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Contributed:
+class Contributed(msgspec.Struct, frozen=True):
     """What is kept of a round's tickets until the norm of its mean gradient is known. p_i are shares of the weight."""
 
     round: int
@@ -45,8 +46,7 @@ class Contributed:
     """Σ p_i² / n_i: what multiplies S in |g|²; 1/B where weights are samples"""
 
 
-@dataclass(frozen=True, slots=True)
-class Noise:
+class Noise(msgspec.Struct, frozen=True):
     """Decaying means of the estimates, and the rounds whose norm is still to come."""
 
     variance: float = 0.0

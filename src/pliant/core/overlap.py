@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from pliant.core.tickets import Ticket
 
@@ -40,8 +42,7 @@ _LEAST, _MOST = 8, 512
 _REMEMBERED = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """The delay in force and what is known of both."""
 
     delay: int = 0
@@ -63,8 +64,7 @@ class Choice:
     """the delay that the user knows of"""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """A delay that is in force until something changes, and why."""
 
     delay: int

@@ -8,7 +8,9 @@ Source    ours; docs/design/0002-rounds.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from pliant.core.tickets import Ticket
 
@@ -21,8 +23,7 @@ _ANOTHER_DEVICE = 1.4
 _FORGIVING = 0.8
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(msgspec.Struct, frozen=True):
     """Decaying sums of one worker's samples and busy seconds; their ratio is its pace."""
 
     samples: float = 0.0
@@ -34,8 +35,7 @@ class Pace:
         return self.samples / self.busy_s if self.busy_s > 0 and self.samples > 0 else None
 
 
-@dataclass(frozen=True, slots=True)
-class Pacing:
+class Pacing(msgspec.Struct, frozen=True):
     """What the group knows about its speed in one kind of phase."""
 
     members: tuple[Pace, ...]

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from pliant.errors import UsageError
 
@@ -27,8 +29,7 @@ _EXCESS = 1.05
 NAMES = ("constant", "linear", "sqrt", "adascale")
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(msgspec.Struct, frozen=True):
     """How the rate follows the batch; made by the functions of this module. Its text is its name in the journal."""
 
     name: str
@@ -140,8 +141,7 @@ def moments(betas: tuple[float, float], epsilon: float, factor: float) -> tuple[
     return (first, second), epsilon / factor
 
 
-@dataclass(frozen=True, slots=True)
-class Rate:
+class Rate(msgspec.Struct, frozen=True):
     """The factor now, the filtered batch behind it (None before the first round), the ramp's step."""
 
     factor: float = 1.0

@@ -9,7 +9,8 @@ Source    Invariant 5 of DESIGN; docs/design/0003-journal.md, docs/design/0007-e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from pliant.core import dealing, rates, rounds
 from pliant.core.drift import Drift

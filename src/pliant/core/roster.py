@@ -10,8 +10,9 @@ Source    ours; docs/protocol.md, docs/design/0007-elastic.md. The parts: ``arri
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import assert_never
+
+from msgspec.structs import replace
 
 from pliant.core import arrivals, endings, eras, losses, slots
 from pliant.core.endings import QUIET_EXIT, ending, shell_status

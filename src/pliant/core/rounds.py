@@ -14,7 +14,9 @@ import math
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from pliant.core import dealing, drift, goodput, ledger, noise, overlap, pace, rates
 from pliant.core.drift import Drift
@@ -31,8 +33,7 @@ _NONE = Flag.NONE
 _MOVING = Flag.LEAVING | Flag.READY
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(msgspec.Struct, frozen=True):
     """The settings that decisions depend on; the same on all workers."""
 
     batch: int
@@ -58,8 +59,7 @@ class Standing(enum.IntEnum):
     """draws no more; gone with the next planned era"""
 
 
-@dataclass(frozen=True, slots=True)
-class Past:
+class Past(msgspec.Struct, frozen=True):
     """A finished top-level phase: what the same call of a newcomer returns."""
 
     kind: Kind
@@ -69,8 +69,7 @@ class Past:
     """called in the body of the loop before it, whose phase had ended: a newcomer does not make this call"""
 
 
-@dataclass(frozen=True, slots=True)
-class OpenPhase:
+class OpenPhase(msgspec.Struct, frozen=True):
     """A call of ``batches`` or ``evaluate`` that has not ended."""
 
     number: int
@@ -96,8 +95,7 @@ class OpenPhase:
     count: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(msgspec.Struct, frozen=True):
     """The replicated state: equal on all workers after the same tickets."""
 
     policy: Policy
@@ -113,18 +111,18 @@ class Group:
     samples: int = 0
     """samples of settled training rounds"""
     samples_limit: int | None = None
-    rate: rates.Rate = field(default_factory=rates.Rate)
-    choice: overlap.Choice = field(default_factory=overlap.Choice)
+    rate: rates.Rate = msgspec.field(default_factory=rates.Rate)
+    choice: overlap.Choice = msgspec.field(default_factory=overlap.Choice)
     """which delay is in force, where that is decided from round to round"""
     scheduled: float = 0.0
     """samples by which the schedule has moved on: those of ``samples``, under AdaScale what they were worth"""
-    noise: noise.Noise = field(default_factory=noise.Noise)
+    noise: noise.Noise = msgspec.field(default_factory=noise.Noise)
     paying: int | None = None
     """up to how many samples a round of an open batch pays, where the user sets no bound; None: any, or not known"""
     skipped: int = 0
     skipped_in_a_row: int = 0
-    training: Pacing = field(default_factory=lambda: pace.unmeasured(1))
-    evaluating: Pacing = field(default_factory=lambda: pace.unmeasured(1))
+    training: Pacing = msgspec.field(default_factory=lambda: pace.unmeasured(1))
+    evaluating: Pacing = msgspec.field(default_factory=lambda: pace.unmeasured(1))
     open: tuple[OpenPhase, ...] = ()
     """innermost last: an ``evaluate`` may be called inside a ``batches`` loop"""
     past: tuple[Past, ...] = ()
@@ -174,15 +172,13 @@ class Group:
         return goodput.efficiency(self.rate.batch or self.policy.batch, self.policy.batch, scale)
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
+class Mismatch(msgspec.Struct, frozen=True):
     """The workers are not doing the same thing; the run cannot go on."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
+class Settled(msgspec.Struct, frozen=True):
     """The outcome of one round."""
 
     phase: int
@@ -279,7 +275,7 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
     mismatch = compared(group, tickets)
     if mismatch:
         return mismatch
-    phase, standings = group.phase, group.standings
+    phase, standings, was_turning = group.phase, group.standings, group.choice.turning
     remaining, spans = ledger.settle(phase.ledger, [ticket.micro_batches for ticket in tickets])
     short = remaining.free == 0
     took_part = tuple(before or ticket.samples > 0 for before, ticket in zip(phase.took_part, tickets, strict=True))
@@ -334,7 +330,9 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         outcome = replace(outcome, verdict=verdict) if verdict is not None else outcome
     if ended:
         return _closed(group, phase, result), outcome
-    group = _dealt(replace(group, open=(*group.open[:-1], phase)))
+    # Where the overlap ends, this is for the very next round: whoever merely goes along may have done so already.
+    overlap_ends = was_turning and not group.choice.turning
+    group = _dealt(replace(group, open=(*group.open[:-1], phase)), spares=not overlap_ends)
     if outcome.seen:
         hands = group.phase.ledger.hands
         if any(hand.granted and not took for hand, took in zip(hands, took_part, strict=True)):
@@ -505,8 +503,7 @@ def agreed_plan(group: Group, tickets: Sequence[Ticket]) -> tuple[int, int] | No
 # -- eras
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """What a member brings into an unplanned era, for every open phase from the outermost on."""
 
     active: bool
@@ -685,8 +682,7 @@ def _due(hand: ledger.Hand) -> bool:
     return hand.quotas[0] > 0 if hand.quotas else hand.granted > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Allowance:
+class Allowance(msgspec.Struct, frozen=True):
     """What one worker may draw for the contribution it is working on."""
 
     micro_batches: int | None = None

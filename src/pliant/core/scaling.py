@@ -7,11 +7,11 @@ Source    torch.amp.GradScaler's rule: back off on a non-finite round, grow afte
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import msgspec
+from msgspec.structs import replace
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(msgspec.Struct, frozen=True):
     """The scale and the finite rounds since it last moved."""
 
     scale: float

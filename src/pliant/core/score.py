@@ -14,6 +14,8 @@ import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pliant.core.journal import (
     CheckpointRecord,
     EndRecord,
@@ -52,8 +54,7 @@ class Part:
     """what the same worker handed in before it"""
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(msgspec.Struct, frozen=True):
     """Micro-batches of one contribution at one point."""
 
     part: Part
@@ -68,19 +69,16 @@ class Bodies:
     stretches: list[Stretch] = field(default_factory=list[Stretch])
 
 
-@dataclass(frozen=True, slots=True)
-class Agreed:
+class Agreed(msgspec.Struct, frozen=True):
     record: PolicyRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True):
     record: PhaseRecord
     group: Group
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(msgspec.Struct, frozen=True):
     """A round of training."""
 
     record: RoundRecord
@@ -91,8 +89,7 @@ class Update:
     """in the order of the roster"""
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
+class Exchange(msgspec.Struct, frozen=True):
     """A part of an ``evaluate``."""
 
     record: ExchangeRecord
@@ -100,22 +97,19 @@ class Exchange:
     parts: tuple[Part, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     record: PhaseEndRecord
     group: Group
 
 
-@dataclass(frozen=True, slots=True)
-class Changed:
+class Changed(msgspec.Struct, frozen=True):
     """A roster takes effect."""
 
     record: EraRecord
     group: Group
 
 
-@dataclass(frozen=True, slots=True)
-class Rewound:
+class Rewound(msgspec.Struct, frozen=True):
     """Everybody was lost: one worker has read the state as it is here from a checkpoint."""
 
     record: RewindRecord
@@ -125,8 +119,7 @@ class Rewound:
 Item = Agreed | Opened | Bodies | Update | Exchange | Ended | Changed | Rewound
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
+class Score(msgspec.Struct, frozen=True):
     """What to do, from the first call of the script to the last record."""
 
     run: RunRecord

@@ -9,7 +9,8 @@ Source    ours; docs/protocol.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from pliant.types import WorkerId
 
@@ -17,8 +18,7 @@ Parameter = tuple[str, tuple[int, ...], str]
 """name, shape, dtype"""
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True):
     """What one worker brings. ``parameters`` are in the optimizer's order, ``settings`` sorted by name."""
 
     version: str

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import dataclass
+
+import msgspec
 
 
 class Kind(enum.IntEnum):
@@ -44,8 +45,7 @@ class Flag(enum.IntFlag):
     """an ``evaluate`` called in the body of a loop whose last round has just ended its phase"""
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(msgspec.Struct, frozen=True):
     """Where in the weights a contribution was computed; ``pliant replay`` goes there again.
 
     Its first micro-batches were computed at one point. The rest, if any, at the plain weights of a later round: its
@@ -81,8 +81,7 @@ NOWHERE = Point()
 """of a ticket that goes along"""
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(msgspec.Struct, frozen=True):
     """One worker's part of one round. Times are seconds, ``pace`` follows from samples and ``busy_s``."""
 
     era: int

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, assert_never
 
 import msgspec
+from msgspec.structs import replace
 
 from pliant.control import messages
 from pliant.core import events, journal, members, roster, slots

@@ -16,12 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from msgspec.structs import replace
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer

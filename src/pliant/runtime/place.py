@@ -13,8 +13,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+import msgspec
+from msgspec.structs import replace
 
 from pliant.control.client import Position
 from pliant.control.mailbox import Mailbox
@@ -72,8 +74,7 @@ class Forming(Protocol):
     def abandon(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
+class Seat(msgspec.Struct, frozen=True):
     """A place in a formed group."""
 
     channel: Any

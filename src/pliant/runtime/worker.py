@@ -21,9 +21,9 @@ import math
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from pliant.core import drift, rounds, tickets

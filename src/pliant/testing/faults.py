@@ -10,8 +10,9 @@ Source    ours; DESIGN, "Tests".
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from pliant.core.rounds import Standing
 
@@ -35,8 +36,7 @@ OCCASIONS = (
 """kinds of notes at which a fault may strike"""
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(msgspec.Struct, frozen=True):
     """``what`` happens to somebody ``at_s``, or ``delay_s`` after the ``nth`` note of the kind ``occasion``."""
 
     what: str

@@ -8,7 +8,8 @@ Source    ours.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from pliant.core import overlap
 from pliant.core.rates import Rule

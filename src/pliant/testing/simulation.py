@@ -10,8 +10,10 @@ Source    ours; docs/design/0007-elastic.md.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from pliant.control.messages import Signature
 from pliant.core import rounds
@@ -46,8 +48,7 @@ _VERSION = "sim"
 _RECOVERY_S = 1.0
 
 
-@dataclass(frozen=True)
-class Scene:
+class Scene(msgspec.Struct, frozen=True):
     """What a history begins with."""
 
     name: str
@@ -81,8 +82,7 @@ class Scene:
     faults: tuple[Any, ...] = ()
 
 
-@dataclass
-class Outcome:
+class Outcome(msgspec.Struct):
     """What came of a seed."""
 
     scene: str
@@ -94,7 +94,7 @@ class Outcome:
     counts: dict[str, int]
     completed: bool
     error: str | None = None
-    log: list[str] = field(default_factory=list)
+    log: list[str] = msgspec.field(default_factory=list)
 
 
 class Simulation:
