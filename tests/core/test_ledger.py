@@ -51,14 +51,13 @@ class Dealing(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def promise(self, data: st.DataObject) -> None:
-        member = self.member(data)
-        hand = self.ledger.hands[member]
-        if hand.granted == len(hand.queue) == sum(hand.quotas):
-            sizes = self.sizes(data)
-            self.ledger = ledger.promise(self.ledger, member, sizes)
-            hand = self.ledger.hands[member]
-            assert hand.quotas[-1] == len(sizes)
-            assert sum(hand.quotas) == hand.granted
+        if all(hand.granted == len(hand.queue) == sum(hand.quotas) for hand in self.ledger.hands):
+            member, sizes = self.member(data), self.sizes(data)
+            shares = [sizes if other == member else () for other in range(len(self.ledger.hands))]
+            self.ledger = ledger.promise(self.ledger, shares)
+            for hand, share in zip(self.ledger.hands, shares, strict=True):
+                assert hand.quotas[-1] == len(share)
+                assert sum(hand.quotas) == hand.granted
 
     @rule(data=st.data())
     def grant(self, data: st.DataObject) -> None:
@@ -97,6 +96,7 @@ class Dealing(RuleBasedStateMachine):
         assert sorted(self.spent + positions(dealt) + positions(free)) == list(range(now.limit))
         assert now.free == len(positions(free))
         assert now.remaining == now.limit - len(self.spent)
+        assert now.is_spent == (now.remaining == 0)
         assert sorted(self.spent + positions(ledger.unspent(now))) == list(range(now.limit))
 
 

@@ -54,16 +54,16 @@ def fixed(
     The epoch's last round is what is left.
     """
     paces = pacing.paces()
-    while ledger.free:
-        full = ledger.free >= batch
-        # A full round takes everybody in, even with one sample each; what is left at the end goes to the fast ones.
-        least = 1 if batch < LEAST * len(paces) else LEAST
-        share = shares(batch, paces, least) if full else without_crumbs(apportion(ledger.free, paces), paces)
+    # A full round takes everybody in, even with one sample each; what is left at the end goes to the fast ones.
+    least = 1 if batch < LEAST * len(paces) else LEAST
+    full = shares(batch, paces, least) if ledger.free >= batch else ()
+    while free := ledger.free:
+        share = full if free >= batch else without_crumbs(apportion(free, paces), paces)
         depth = contributions + _rounds_ahead(share, sizes, ahead)
         if len(ledger.hands[0].quotas) >= depth:
             break
-        for member, samples in enumerate(share):
-            ledger = positions.promise(ledger, member, cut(samples, sizes[member]) if samples else ())
+        cuts = [cut(samples, size) if samples else () for samples, size in zip(share, sizes, strict=True)]
+        ledger = positions.promise(ledger, cuts)
     return ledger
 
 

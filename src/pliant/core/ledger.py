@@ -20,7 +20,10 @@ MicroBatch = tuple[Span, ...]
 
 
 def samples_of(spans: Sequence[Span]) -> int:
-    return sum(stop - start for start, stop in spans)
+    samples = 0
+    for start, stop in spans:
+        samples += stop - start
+    return samples
 
 
 class Hand(msgspec.Struct, frozen=True):
@@ -56,6 +59,11 @@ class Ledger(msgspec.Struct, frozen=True):
         """Positions no settled ticket has taken yet."""
         return self.free + sum(samples_of(mb) for hand in self.hands for mb in hand.queue)
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether settled tickets have taken all positions."""
+        return self.free == 0 and not any(hand.queue for hand in self.hands)
+
 
 def opened(limit: int, members: int) -> Ledger:
     """All positions free."""
@@ -64,27 +72,10 @@ def opened(limit: int, members: int) -> Ledger:
 
 def deal(ledger: Ledger, member: int, sizes: Sequence[int]) -> Ledger:
     """Move free positions to the end of ``member``'s hand, as micro-batches of ``sizes``; not granted yet."""
-    returned, cursor = list(ledger.returned), ledger.cursor
-    dealt: list[MicroBatch] = []
-    for size in sizes:
-        spans: list[Span] = []
-        missing = size
-        while missing and returned:
-            start, stop = returned.pop(0)
-            taken = min(missing, stop - start)
-            spans.append((start, start + taken))
-            if start + taken < stop:
-                returned.insert(0, (start + taken, stop))
-            missing -= taken
-        if missing:
-            if cursor + missing > ledger.limit:
-                raise ValueError(f"{missing} positions asked for, {ledger.limit - cursor} are free")
-            spans.append((cursor, cursor + missing))
-            cursor += missing
-        dealt.append(joined(spans))
+    pool = _Pool(ledger)
     hand = ledger.hands[member]
-    hand = Hand(hand.queue + tuple(dealt), hand.granted, hand.quotas)
-    return Ledger(ledger.limit, cursor, tuple(returned), _replaced(ledger.hands, member, hand))
+    hand = Hand(hand.queue + pool.taken(sizes), hand.granted, hand.quotas)
+    return pool.ledger(_replaced(ledger.hands, member, hand))
 
 
 def grant(ledger: Ledger, member: int, granted: int) -> Ledger:
@@ -97,11 +88,14 @@ def grant(ledger: Ledger, member: int, granted: int) -> Ledger:
     return _with_hand(ledger, member, Hand(hand.queue, granted, hand.quotas))
 
 
-def promise(ledger: Ledger, member: int, sizes: Sequence[int]) -> Ledger:
-    """Fixed batch: deal the share of one coming contribution and grant it at once."""
-    ledger = deal(ledger, member, sizes)
-    hand = ledger.hands[member]
-    return _with_hand(ledger, member, Hand(hand.queue, len(hand.queue), (*hand.quotas, len(sizes))))
+def promise(ledger: Ledger, shares: Sequence[Sequence[int]]) -> Ledger:
+    """Fixed batch: deal everybody's share of one coming contribution, micro-batches of these sizes, and grant it."""
+    pool = _Pool(ledger)
+    hands: list[Hand] = []
+    for hand, sizes in zip(ledger.hands, shares, strict=True):
+        queue = hand.queue + pool.taken(sizes)
+        hands.append(Hand(queue, len(queue), (*hand.quotas, len(sizes))))
+    return pool.ledger(tuple(hands))
 
 
 def take_back(ledger: Ledger) -> Ledger:
@@ -226,6 +220,8 @@ def unspent(ledger: Ledger) -> tuple[Span, ...]:
 
 def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
     """The same positions in ascending order, neighbours merged."""
+    if len(spans) < 2:
+        return tuple(spans)
     result: list[Span] = []
     for start, stop in sorted(spans):
         if result and result[-1][1] == start:
@@ -235,7 +231,39 @@ def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
     return tuple(result)
 
 
-# Every worker deals several times a round: written out, these take a fraction of ``dataclasses.replace``.
+class _Pool:
+    """The free positions of a ledger, while some of them are dealt."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._limit = ledger.limit
+        self._cursor = ledger.cursor
+        self._returned = list(ledger.returned)
+
+    def taken(self, sizes: Sequence[int]) -> tuple[MicroBatch, ...]:
+        """Micro-batches of these sizes; those positions come first that were dealt before."""
+        return tuple([self._micro_batch(size) for size in sizes])
+
+    def ledger(self, hands: tuple[Hand, ...]) -> Ledger:
+        """What is left."""
+        return Ledger(self._limit, self._cursor, tuple(self._returned), hands)
+
+    def _micro_batch(self, size: int) -> MicroBatch:
+        spans: list[Span] = []
+        while size and self._returned:
+            start, stop = self._returned.pop(0)
+            taken = min(size, stop - start)
+            spans.append((start, start + taken))
+            if start + taken < stop:
+                self._returned.insert(0, (start + taken, stop))
+            size -= taken
+        if size:
+            start, self._cursor = self._cursor, self._cursor + size
+            if self._cursor > self._limit:
+                raise ValueError(f"{size} positions asked for, {self._limit - start} are free")
+            spans.append((start, self._cursor))
+        return joined(spans)
+
+
 def _with_hand(ledger: Ledger, member: int, hand: Hand) -> Ledger:
     return Ledger(ledger.limit, ledger.cursor, ledger.returned, _replaced(ledger.hands, member, hand))
 

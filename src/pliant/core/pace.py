@@ -48,9 +48,10 @@ class Pacing(msgspec.Struct, frozen=True):
 
     def paces(self) -> tuple[float, ...]:
         """Samples per second of each worker; an unmeasured one counts as the mean of the others."""
-        known = [pace for pace in (m.samples_per_s for m in self.members) if pace is not None]
+        paces = [m.samples_per_s for m in self.members]
+        known = [pace for pace in paces if pace is not None]
         mean = sum(known) / len(known) if known else 1.0
-        return tuple(m.samples_per_s or mean for m in self.members)
+        return tuple([pace or mean for pace in paces])
 
     @property
     def measured(self) -> bool:
@@ -70,14 +71,14 @@ def seated(pacing: Pacing, places: Sequence[int | None]) -> Pacing:
 
 def measure(pacing: Pacing, tickets: Sequence[Ticket]) -> Pacing:
     """The pacing after one more round."""
-    members = tuple(_measured(old, ticket) for old, ticket in zip(pacing.members, tickets, strict=True))
+    members = tuple([_measured(old, ticket) for old, ticket in zip(pacing.members, tickets, strict=True)])
     working = [ticket for ticket in tickets if ticket.samples > 0]
     if not working:
         return pacing
-    round_s = max(ticket.busy_s + ticket.idle_s for ticket in working)
+    round_s = max([ticket.busy_s + ticket.idle_s for ticket in working])
     # The last worker to hand in waits for the summation alone; everyone else also for that worker.
-    sum_s = min(ticket.sum_s for ticket in tickets)
-    cost_s = sum(ticket.cost_s for ticket in tickets) / len(tickets)
+    sum_s = min([ticket.sum_s for ticket in tickets])
+    cost_s = sum([ticket.cost_s for ticket in tickets]) / len(tickets)
     return Pacing(
         members,
         round_s=_follow(pacing.round_s, round_s),
@@ -106,8 +107,9 @@ def _measured(old: Pace, ticket: Ticket) -> Pace:
     if ticket.samples == 0 or ticket.busy_s <= 0:
         return old
     new = Pace(float(ticket.samples), ticket.busy_s)
-    if old.samples_per_s is not None and new.samples_per_s is not None:
-        change = new.samples_per_s / old.samples_per_s
+    before, after = old.samples_per_s, new.samples_per_s
+    if before is not None and after is not None:
+        change = after / before
         if 1 / _ANOTHER_DEVICE < change < _ANOTHER_DEVICE:
             return Pace(_KEEP * old.samples + new.samples, _KEEP * old.busy_s + new.busy_s)
     return new

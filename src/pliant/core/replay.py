@@ -293,8 +293,9 @@ def _ticket(group: Group, kind: Kind, line: TicketLine) -> Ticket:
 
 def _with_measures(record: RoundRecord, tickets: list[Ticket]) -> list[Ticket]:
     """The tickets with what a round's record says once for all of them: here the first one who speaks says it."""
-    speaking = [member for member, ticket in enumerate(tickets) if not ticket.flags & Flag.FOLLOWING]
-    says = speaking[0] if speaking else 0
+    # The flag of most tickets is none, and that is soon seen.
+    speaking = (m for m, t in enumerate(tickets) if t.flags is Flag.NONE or not t.flags & Flag.FOLLOWING)
+    says = next(speaking, 0)
     if record.momentum is not None:
         tickets[says] = replace(tickets[says], momentum=record.momentum)
     if record.measured is not None:

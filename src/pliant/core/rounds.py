@@ -278,21 +278,23 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
     phase, standings, was_turning = group.phase, group.standings, group.choice.turning
     remaining, spans = ledger.settle(phase.ledger, [ticket.micro_batches for ticket in tickets])
     short = remaining.free == 0
-    took_part = tuple(before or ticket.samples > 0 for before, ticket in zip(phase.took_part, tickets, strict=True))
+    took_part = tuple([took or ticket.samples > 0 for took, ticket in zip(phase.took_part, tickets, strict=True)])
     phase = replace(phase, ledger=remaining, took_part=took_part)
-    broken = any(ticket.flags is not _NONE and ticket.flags & Flag.BREAK for ticket in tickets)
-    weight = math.fsum(ticket.weight for ticket in tickets)
-    total = math.fsum(ticket.loss_sum for ticket in tickets)
-    batch = sum(ticket.samples for ticket in tickets)
+    # Most rounds are quiet.
+    flagged = [ticket for ticket in tickets if ticket.flags is not _NONE]
+    broken = any(ticket.flags & Flag.BREAK for ticket in flagged)
+    weight = math.fsum([ticket.weight for ticket in tickets])
+    total = math.fsum([ticket.loss_sum for ticket in tickets])
+    batch = sum([ticket.samples for ticket in tickets])
     if phase.kind is Kind.EVALUATE:
         phase = replace(phase, total=phase.total + total, count=phase.count + weight)
         group = replace(group, evaluating=pace.forgiven(pace.measure(group.evaluating, tickets), tickets))
         finite, told, momentum = True, None, 0.0
     else:
-        finite = not any(ticket.flags is not _NONE and ticket.flags & Flag.NONFINITE for ticket in tickets)
+        finite = not any(ticket.flags & Flag.NONFINITE for ticket in flagged)
         told, momentum = noise.told(group.noise, tickets), _momentum(group, tickets)
         group = _trained(group, tickets, told, momentum, finite=finite, short=short)
-    ended = broken or remaining.remaining == 0
+    ended = broken or remaining.is_spent
     plan = agreed_plan(group, tickets)
     differs = None
     if phase.kind is Kind.TRAIN and not ended and plan is None:

@@ -23,8 +23,9 @@ def shares(batch: int, paces: Sequence[float], least: int = 1) -> tuple[int, ...
     working = max(1, min(len(paces), batch // least))
     rest = list(apportion(batch, paces[:working]))
     # Whoever got less takes from the largest shares; one sample at a time, so that no share falls below.
+    least = min(least, batch // working)
     for member in range(working):
-        while rest[member] < min(least, batch // working):
+        while rest[member] < least:
             largest = max(range(working), key=lambda other: (rest[other], -other))
             rest[largest] -= 1
             rest[member] += 1
@@ -70,4 +71,5 @@ def cut(samples: int, size: int) -> tuple[int, ...]:
     count = -(-samples // size)
     if count > MOST_MICRO_BATCHES:
         raise ValueError(f"{samples} samples in micro-batches of {size}: more than {MOST_MICRO_BATCHES} at once")
-    return tuple(samples // count + (1 if index < samples % count else 0) for index in range(count))
+    least, larger = divmod(samples, count)
+    return (least + 1,) * larger + (least,) * (count - larger)
