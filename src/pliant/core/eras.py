@@ -73,6 +73,7 @@ LEAVE_WAIT_S = 30.0
 def entered(state: Roster, worker: Worker, event: Entered, now_s: float) -> Step:
     """A member is in an era."""
     member = worker.standing
+    is_late = isinstance(member, Waiting) and isinstance(state.course, Halting)
     if isinstance(member, Waiting):
         # It went into an era that another coordinator had planned.
         member = Member(member.address, now_s, progress_s=now_s)
@@ -84,7 +85,8 @@ def entered(state: Roster, worker: Worker, event: Entered, now_s: float) -> Step
     state = with_era_of(state, worker, event.era, event.exchange, None, now_s)
     first = state.last_era == 1
     note = Note("joined", f"{worker.name} joined", worker.name, quiet=first)
-    return state, (note,) if is_new else ()
+    missed = redelivered(state, worker.name) if is_late else ()
+    return state, (note, *missed) if is_new else missed
 
 
 def is_credible(state: Roster, era: int) -> bool:

@@ -261,6 +261,11 @@ FROM_WORKERS = (EraRecord, PolicyRecord, PhaseRecord, RoundRecord, ExchangeRecor
 
 def effective(records: Iterable[Record]) -> list[Record]:
     """The history that counts: without what a rewind has gone back behind, and the ends before it."""
+    return [record for _, record in numbered(records)]
+
+
+def numbered(records: Iterable[Record]) -> list[tuple[int, Record]]:
+    """The same, each with how many records of the workers were written before it, void ones too."""
     kept: list[tuple[int, Record]] = []
     number = 0
     for record in records:
@@ -268,7 +273,7 @@ def effective(records: Iterable[Record]) -> list[Record]:
             kept = [(n, each) for n, each in kept if _stays(n, each, record.records)]
         kept.append((number, record))
         number += isinstance(record, FROM_WORKERS)
-    return [record for _, record in kept]
+    return kept
 
 
 def _stays(number: int, record: Record, records: int) -> bool:

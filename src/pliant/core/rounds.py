@@ -499,7 +499,21 @@ def agreed_plan(group: Group, tickets: Sequence[Ticket]) -> tuple[int, int] | No
     if len(plans) > 1 or len(group.open) > 1:
         return None
     (plan,) = plans
-    return plan if plan[1] > group.era else None
+    return plan if plan[1] > group.era and not _must_wait(group, tickets) else None
+
+
+def _must_wait(group: Group, tickets: Sequence[Ticket]) -> bool:
+    """Whether the state would leave with those who hold it.
+
+    Who plans an era does not know yet of a member that takes the state over again.
+    """
+    offenders, members = dict(group.offences), zip(group.roster, group.standings, strict=True)
+    if not any(standing is Standing.FOLLOWING and worker in offenders for worker, standing in members):
+        return False
+    return not any(
+        standing is Standing.ACTIVE and not ticket.flags & Flag.LEAVING
+        for standing, ticket in zip(group.standings, tickets, strict=True)
+    )
 
 
 # -- eras

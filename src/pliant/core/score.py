@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pliant.core.journal import (
+    FROM_WORKERS,
     CheckpointRecord,
     EndRecord,
     EraRecord,
@@ -29,7 +30,7 @@ from pliant.core.journal import (
     RoundRecord,
     RunRecord,
     TicketLine,
-    effective,
+    numbered,
 )
 from pliant.core.ledger import MicroBatch
 from pliant.core.replay import Replay
@@ -119,19 +120,32 @@ class Rewound(msgspec.Struct, frozen=True):
 Item = Agreed | Opened | Bodies | Update | Exchange | Ended | Changed | Rewound
 
 
+class Start(msgspec.Struct, frozen=True):
+    """A checkpoint that the rest of the score can be played from."""
+
+    checkpoint: CheckpointRecord
+    item: int
+    """the first one that comes after it"""
+
+
 class Score(msgspec.Struct, frozen=True):
     """What to do, from the first call of the script to the last record."""
 
     run: RunRecord
     items: list[Item]
     end: EndRecord | None
+    starts: list[Start]
+    """where else it can begin: nothing that comes later was computed, in part, before"""
+    checkpoints: int
+    """all that the journal names"""
 
 
 def score(records: Iterable[Record]) -> Score:
     """Of the history that counts. Raises ``JournalError`` where the journal does not say enough."""
     writing = _Writing()
-    for record in effective(records):
+    for number, record in numbered(records):
         writing.take(record)
+        writing.reached(number + isinstance(record, FROM_WORKERS))
     return writing.written()
 
 
@@ -165,6 +179,9 @@ class _Writing:
         """by phase: the last settled round (void ones count), and the place for what was drawn then"""
         self._stretches: list[tuple[int, int, Stretch]] = []
         """phase, round, what was drawn"""
+        self._reached: list[tuple[int, int]] = []
+        """(records of the workers, items made of them)"""
+        self._checkpoints: list[CheckpointRecord] = []
 
     def take(self, record: Record) -> None:
         before = self._replay.group
@@ -179,8 +196,10 @@ class _Writing:
             raise JournalError(f"{problems[0]}; `pliant audit` says more")
         group = self._replay.group
         match record:
-            case RunRecord() | CheckpointRecord() | EndRecord():
-                return
+            case CheckpointRecord():
+                self._checkpoints.append(record)
+            case RunRecord() | EndRecord():
+                pass
             case _ if group is None:
                 raise JournalError("the journal begins without an era")
             case PolicyRecord():
@@ -248,6 +267,10 @@ class _Writing:
         if late:
             self._stretches.append((phase, where.late_round, Stretch(part, late, ahead=False)))
 
+    def reached(self, records: int) -> None:
+        """So many records of the workers are taken."""
+        self._reached.append((records, len(self._items)))
+
     def written(self) -> Score:
         if self._run is None:
             raise JournalError("the journal is empty")
@@ -257,4 +280,37 @@ class _Writing:
             if place == len(places):
                 raise JournalError(f"{stretch.part.worker} computed after round {settled}, which phase {phase} has not")
             places[place][1].stretches.append(stretch)
-        return Score(self._run, self._items, self._end)
+        return Score(self._run, self._items, self._end, self._starts(), len(self._checkpoints))
+
+    def _starts(self) -> list[Start]:
+        """Checkpoints in a loop over batches of which nothing that comes later was computed, in part, before."""
+        if not self._checkpoints:
+            return []
+        bridges = self._bridges()
+        starts: list[Start] = []
+        for checkpoint in self._checkpoints:
+            reached = bisect.bisect_left(self._reached, checkpoint.records, key=operator.itemgetter(0))
+            place = self._reached[reached][1] if reached < len(self._reached) else len(self._items)
+            if self._inside_loop(place) and not any(first < place <= last for first, last in bridges):
+                starts.append(Start(checkpoint, place))
+        return starts
+
+    def _bridges(self) -> list[tuple[int, int]]:
+        """Pairs of items of which the second needs what was computed with the first."""
+        begun: dict[Part, int] = {}
+        bridges: list[tuple[int, int]] = []
+        for place, item in enumerate(self._items):
+            if isinstance(item, Bodies):
+                for stretch in item.stretches:
+                    part = stretch.part
+                    bridges.append((begun.setdefault(part, place), place))
+                    if stretch.ahead and part.before is not None:
+                        bridges.append((begun.get(part.before, place), place))
+            elif isinstance(item, Update):
+                bridges += [(begun[part], place) for part in item.parts if part in begun]
+        return [(first, last) for first, last in bridges if first < last]
+
+    def _inside_loop(self, place: int) -> bool:
+        """Whether the script is in a loop over batches there, and in nothing else."""
+        group = getattr(self._items[place - 1], "group", None) if place else None
+        return group is not None and [phase.kind for phase in group.open] == [Kind.TRAIN]

@@ -21,23 +21,35 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pliant.core import rounds
 from pliant.core.journal import PhaseEndRecord, PolicyRecord
 from pliant.core.ledger import MicroBatch
-from pliant.core.rounds import Group, Settled, Standing
-from pliant.core.score import Agreed, Bodies, Changed, Ended, Exchange, Opened, Part, Rewound, Score, Stretch, Update
+from pliant.core.rounds import Group, Past, Settled
+from pliant.core.score import (
+    Agreed,
+    Bodies,
+    Changed,
+    Ended,
+    Exchange,
+    Opened,
+    Part,
+    Rewound,
+    Score,
+    Start,
+    Stretch,
+    Update,
+)
 from pliant.core.tickets import Flag, Kind
 from pliant.errors import Diverged, UsageError
+from pliant.runtime import views
+from pliant.runtime.findings import EXACT, LOOSE, Difference, Findings, of_weights
 from pliant.runtime.membership import Membership, Offer, signature, summary
 from pliant.runtime.script import Opening
+from pliant.runtime.takeover import install_state
 from pliant.runtime.update import Training
-from pliant.tensors.buffers import Buffers
+from pliant.runtime.views import Handing, Views
 from pliant.tensors.gradients import Buffer
-from pliant.types import WorkerId
 
-EXACT = 1e-9
-"""Two computations in float64 agree to this: the same sums in another order."""
-LOOSE = 1e-3
-"""In shorter types a difference above this is worth a word; rounding alone can come to it in a long run."""
 # What the loader may read in advance.
 _AHEAD = 64
 # A loss per sample, or a norm, below this is compared as if it were this: nothing is left of it but rounding.
@@ -53,61 +65,6 @@ class Over(SystemExit):
         super().__init__(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One number that is not what the journal, or the file of weights, says."""
-
-    relative: float
-    what: str
-    round: int
-    worker: str
-    here: float
-    there: float
-
-    def __str__(self) -> str:
-        where = f"round {self.round}, {self.worker}: " if self.worker else f"after round {self.round}: "
-        return f"{where}{self.what} is {self.here:.17g}, recorded {self.there:.17g} ({self.relative:.1e} apart)"
-
-
-@dataclass
-class Findings:
-    """What a replay has found so far."""
-
-    rounds: int = 0
-    contributions: int = 0
-    dropped: int = 0
-    """contributions that were lost with somebody, and computed again for what was built on them"""
-    evaluations: int = 0
-    exact: bool = False
-    """everything trained is float64"""
-    tolerance: float = LOOSE
-    first: Difference | None = None
-    """above the tolerance"""
-    largest: Difference | None = None
-    """of what tickets and results say"""
-    weights: Difference | None = None
-    """the largest one of the weights"""
-    compared: str = ""
-    """which weights those were compared with"""
-    not_compared: str = ""
-    """why there was nothing to compare with"""
-    last_round: int = 0
-    complete: bool = False
-    """the script has come to its end"""
-
-    def note(self, difference: Difference) -> None:
-        if self.largest is None or not difference.relative <= self.largest.relative:
-            self.largest = difference
-        if self.first is None and not difference.relative <= self.tolerance:
-            self.first = difference
-
-    @property
-    def agrees(self) -> bool:
-        """Whether nothing differs by more than the type of the weights excuses."""
-        apart = self.weights is not None and not self.weights.relative <= self.tolerance
-        return self.first is None and not (apart and self.exact)
-
-
 @dataclass(slots=True)
 class _Take:
     """A contribution as it is computed here."""
@@ -119,15 +76,6 @@ class _Take:
     present: int = 0
     merged: Tensor | None = None
     finished: bool = False
-
-
-@dataclass(slots=True)
-class _Own:
-    """One worker's view of the model's buffers."""
-
-    buffers: Buffers
-    values: list[Tensor]
-    changed: int = 0
 
 
 @dataclass(slots=True)
@@ -160,15 +108,25 @@ class Player:
     writes = False
 
     def __init__(
-        self, score: Score, offer: Offer, findings: Findings, *, until: int | None, weights: Path | None
+        self,
+        score: Score,
+        offer: Offer,
+        findings: Findings,
+        *,
+        since: int | None,
+        until: int | None,
+        weights: Path | None,
     ) -> None:
         self.training: Training = offer.prepared(True)
         self.findings = findings
         self._model = offer.model
+        self._carried = offer.carried
         self._items = score.items
         self._until = until
         self._weights = weights
         self._cursor = 0
+        self._saving = offer.saving(score.run.job)
+        self._start = None if since is None else self._found_start(score, since)
         self._body = _Body()
         self._waiting: list[Stretch] = []
         """of the bodies that come next"""
@@ -179,20 +137,18 @@ class Player:
         self._spare: list[Buffer] = []
         self._agreed: PolicyRecord | None = None
         self._limit: int | None = None
-        self._live = 0
-        self._was_merged = False
         self._weights_before: list[Tensor] = []
         self._measured: dict[int, float] = {}
         self._closed = False
         findings.exact = all(p.dtype is torch.float64 for p in self.training.parameters)
         findings.tolerance = EXACT if findings.exact else LOOSE
         self._compare_settings(offer)
+        self._policy = offer.policy
         self.group = next(item.group for item in self._items if isinstance(item, Changed))
         self.me = self.group.roster[0]
         self.last_trained: Settled | None = None
         self.applied_rate = self.training.rate
-        self._shown = _Own(self.training.buffers, self.training.buffers.held())
-        self._owns: dict[WorkerId, _Own] = {}
+        self._views = Views(offer.model, self.training)
 
     def _compare_settings(self, offer: Offer) -> None:
         agreed = next((item.record for item in self._items if isinstance(item, Agreed)), None)
@@ -207,6 +163,22 @@ class Player:
         here = summary(signature(offer.model, offer.optimizer, offer.agreed))
         if agreed.parameters and agreed.parameters != here:
             raise Diverged(f"the script trains another model: {here}; the run trained {agreed.parameters}")
+
+    def _found_start(self, score: Score, since: int) -> Start:
+        """The last checkpoint up to round ``since`` that is there and can be started from."""
+        if self._saving is None:
+            raise UsageError("--from starts at a checkpoint, but the script calls join without checkpoint=…")
+        there = self._saving.names()
+        for start in reversed(score.starts):
+            if start.checkpoint.round <= since and start.checkpoint.name in there:
+                return start
+        possible = ", ".join(str(s.checkpoint.round) for s in score.starts if s.checkpoint.name in there)
+        raise UsageError(
+            f"there is no checkpoint up to round {since} to start from. The journal names {score.checkpoints}; in "
+            f"{score.checkpoints - len(score.starts)} of them something was under way that was computed before (with "
+            "delay 1 it always is, but in an epoch's first round), and of the others there are now those of rounds: "
+            f"{possible or 'none'}"
+        )
 
     # -- facts, as ``Worker`` has them
 
@@ -244,14 +216,14 @@ class Player:
 
     # -- what the script calls
 
-    def open(self, call: Opening) -> int:
+    def open(self, call: Opening) -> int | Past:
         """Enter the phase that the run opened next."""
         self._leave_body()
         for item in self._rest():
             match item:
                 case Opened():
                     self._enter(call, item)
-                    return item.record.phase
+                    return self._passed_by(item, self._start) if self._start is not None else item.record.phase
                 case Bodies() if not item.stretches:
                     pass
                 case Bodies() | Update() | Exchange():
@@ -391,17 +363,7 @@ class Player:
 
     def _change(self, item: Changed) -> None:
         group = item.group
-        known = self._owns
-        self._owns = {
-            worker: known[worker]
-            for worker, standing in zip(group.roster, group.standings, strict=True)
-            if worker in known and standing is not Standing.FOLLOWING
-        }
-        if group.exchange == 0:
-            # Nobody has done anything yet: all hold what the leader holds.
-            self._owns = {worker: self._fresh() for worker in group.roster}
-        elif not self._owns:
-            self._owns = {group.roster[0]: self._shown}
+        self._views.change(group)
         self.group = group
         self.me = group.roster[0]
 
@@ -413,10 +375,7 @@ class Player:
         self.group = item.group
         self.me = item.group.roster[0]
         # Inside an ``evaluate`` the model shows the merged values already.
-        own = self._shown if self.inside is Kind.EVALUATE else self._fresh()
-        self._owns = {self.me: own}
-        if self.inside is not Kind.EVALUATE:
-            self._show(own)
+        self._views.begin_anew([self.me], shown=self.inside is Kind.EVALUATE)
 
     def _enter(self, call: Opening, item: Opened) -> None:
         record = item.record
@@ -436,8 +395,39 @@ class Player:
             raise Diverged(f"{where}: the script trains on samples={self._limit}, the run on samples={limit}")
         self._calls.append(_Call(call.kind, record.phase))
         if call.kind is Kind.TRAIN:
-            self._grow(self.training.buffers.training_bits())
+            self._views.grow(self.training.buffers.training_bits())
         self.group = item.group
+
+    def _passed_by(self, opened: Opened, start: Start) -> int | Past:
+        """This phase began before the checkpoint: go to its end without a computation, or to the checkpoint."""
+        while self._cursor < start.item:
+            item = self._items[self._cursor]
+            self._cursor += 1
+            if isinstance(item, Agreed):
+                self._agreed = item.record
+            elif not isinstance(item, Bodies):
+                self.group = item.group
+            if isinstance(item, Ended) and item.record.phase == opened.record.phase:
+                call = self._calls.pop()
+                return Past(call.kind, opened.record.epoch, item.record.result)
+        self._begin_at(start)
+        return opened.record.phase
+
+    def _begin_at(self, start: Start) -> None:
+        """The script is where the checkpoint was written: hold its state, as every worker did."""
+        assert self._saving is not None
+        self._start = None
+        asked = rounds.founded(self._policy, self.group.era, self.group.roster)
+        found = self._saving.restored([start.checkpoint.name], self.training, self._carried, asked)
+        there, here = found.handed.group, self.group
+        if (there.era, there.exchange, there.round) != (here.era, here.exchange, here.round):
+            raise Diverged(f"checkpoint {start.checkpoint.name} is not of this journal")
+        if found.users_state is not None:
+            install_state(self._carried["state"], found.users_state)
+        self._views.grow(found.handed.live)
+        self._views.begin_anew(views.holders(here), shown=False)
+        self.me = here.roster[0]
+        self.findings.first_round = here.round + 1
 
     def _pass_over_evaluate(self, item: Opened) -> None:
         """The run evaluated here and the script does not: nothing of the weights depends on it."""
@@ -460,7 +450,7 @@ class Player:
             for take in self._takes.values():
                 self._let_go(take)
             self._takes.clear()
-            self._drain()
+            self._views.drain(group)
             self.me = group.roster[0]
             return
         self.findings.evaluations += 1
@@ -496,7 +486,7 @@ class Player:
             # It was handed in before this one was begun.
             self._finish(before)
         take.buffer = take.buffer or (self._spare.pop() if self._spare else Buffer(training.parameters))
-        self._show(self._own(part.worker))
+        self._views.show(part.worker)
         training.back()
         if stretch.ahead:
             self._go_ahead(before, take.buffer)
@@ -545,9 +535,7 @@ class Player:
         take.norm = norm if math.isfinite(loss + norm) else None
         if part.line is None:
             return take
-        own = self._own(part.worker)
-        self._show(own)
-        take.merged = self._handed_in(own, part.worker, take.weight)
+        take.merged = self._views.handed_in(self.group, part.worker, take.weight)
         self._compare_ticket(part, take, loss)
         return take
 
@@ -568,18 +556,6 @@ class Player:
                 "the gradient's squared norm", square, line.squared_norm, _LEAST**2, number=number, worker=worker
             )
 
-    def _handed_in(self, own: _Own, worker: WorkerId, weight: float) -> Tensor | None:
-        """This worker's part of the merged buffers, whose values the model shows."""
-        if len(self.group.roster) < 2:
-            own.buffers.go_alone()
-            return None
-        return own.buffers.hand_in(weight, leader=worker == self._holders()[0])
-
-    def _holders(self) -> list[WorkerId]:
-        group = self.group
-        pairs = zip(group.roster, group.standings, strict=True)
-        return [worker for worker, standing in pairs if standing is not Standing.FOLLOWING]
-
     def _update(self, item: Update) -> None:
         """What all members did when a round was settled."""
         training, outcome, record = self.training, item.outcome, item.record
@@ -591,7 +567,7 @@ class Player:
         present = 0
         for take in takes:
             present |= take.present
-        merged = self._merge(item, takes)
+        self._merge(item, takes)
         if training.lookahead is not None and training.lookahead.repeats:
             self._weights_before = [p.detach().clone() for p in training.parameters]
         self.applied_rate = training.rate * outcome.factor
@@ -604,14 +580,26 @@ class Player:
         for part, take in zip(item.parts, takes, strict=True):
             self._takes.pop(part, None)
             self._let_go(take)
-        self._was_merged = merged
         self.group, self.last_trained = item.group, outcome
         self.findings.rounds += 1
         self.findings.last_round = record.round
         self.me = item.group.roster[0]
-        self._show(self._own(self._holders()[0]))
+        self._views.show(views.holders(item.group)[0])
         if self._until is not None and record.round >= self._until:
             self._stop()
+
+    def _merge(self, item: Update, takes: list[_Take]) -> None:
+        """Bring in the merged buffers, on every worker."""
+        handed = [
+            Handing(
+                worker,
+                take.merged,
+                computed=take.buffer is not None,
+                follows=part.line is not None and bool(part.line.flags & Flag.FOLLOWING),
+            )
+            for worker, part, take in zip(item.before.roster, item.parts, takes, strict=True)
+        ]
+        self._views.merge(item.before, handed, item.outcome)
 
     def _summed(self, takes: list[_Take]) -> Buffer:
         """The sum of all contributions, in the buffer of the first."""
@@ -641,105 +629,6 @@ class Player:
             if here is not None:
                 what = "the squared norm of the mean gradient"
                 self._compare(what, here, recorded, _LEAST**2, number=told, worker="the group")
-
-    # -- buffers
-
-    def _fresh(self) -> _Own:
-        """A worker's view of the buffers that begins with the group's."""
-        buffers = Buffers(self._model)
-        buffers.live = self._live
-        values = self._shown.buffers.merged()
-        own = _Own(buffers, values)
-        if len(buffers) and self._live:
-            held = self._shown
-            self._show(own)
-            buffers.adopt(dict(enumerate(values)), merged=False)
-            buffers.hand_in(0.0, leader=False)
-            self._show(held)
-        return own
-
-    def _own(self, worker: WorkerId) -> _Own:
-        if worker not in self._owns:
-            self._owns[worker] = self._fresh()
-        return self._owns[worker]
-
-    def _show(self, own: _Own) -> None:
-        """Let the model hold this worker's values of the buffers."""
-        shown = self._shown
-        if own is shown or not len(own.buffers):
-            return
-        shown.changed |= shown.buffers.changed()
-        shown.values = shown.buffers.held()
-        own.buffers.show(own.values)
-        self._shown = own
-        self.training.buffers = own.buffers
-
-    def _changed(self, own: _Own) -> int:
-        return own.changed | (own.buffers.changed() if own is self._shown else 0)
-
-    def _grow(self, bits: int) -> bool:
-        """Buffers that some worker changes are merged from now on."""
-        new = bits & ~self._live
-        self._live |= bits
-        for own in (*self._owns.values(), self._shown):
-            own.buffers.live = self._live
-        return bool(new)
-
-    def _merge(self, item: Update, takes: list[_Take]) -> bool:
-        """Bring in the merged buffers, on every worker; whether they are all up to date."""
-        if not len(self._shown.buffers):
-            return False
-        group, holders = item.before, self._holders()
-        changed = 0
-        parts: list[Tensor] = []
-        for worker, part, take in zip(group.roster, item.parts, takes, strict=True):
-            if worker not in self._owns:
-                continue
-            own = self._owns[worker]
-            changed |= self._changed(own) if take.buffer is not None else 0
-            handed = take.merged
-            if part.line is not None and part.line.flags & Flag.FOLLOWING and worker == holders[0]:
-                # It has nothing to add, but whole numbers are the leader's.
-                self._show(own)
-                handed = self._handed_in(own, worker, 0.0)
-            if handed is not None:
-                parts.append(handed)
-        merged = item.outcome.applied and bool(parts)
-        if merged:
-            summed = torch.stack(parts).sum(0)
-            for worker in group.roster:
-                if worker in self._owns:
-                    self._show(self._owns[worker])
-                    self._shown.buffers.merge(summed, item.outcome.weight)
-        grown = self._grow(changed)
-        for worker in group.roster:
-            if worker in self._owns and self._live:
-                # Who goes along hands in what it holds now; who computes will hand in something newer.
-                self._show(self._owns[worker])
-                self._shown.buffers.hand_in(0.0, leader=False)
-        return merged and not grown
-
-    def _drain(self) -> None:
-        """At the end of a loop the buffers are made equal."""
-        holders = [worker for worker in self._holders() if worker in self._owns]
-        if len(self.group.roster) < 2 or not len(self._shown.buffers) or not self._live:
-            return
-        if self._was_merged:
-            for worker in holders:
-                self._show(self._owns[worker])
-                self._shown.buffers.drain()
-        else:
-            parts: list[Tensor] = []
-            for worker in holders:
-                self._show(self._owns[worker])
-                part = self._shown.buffers.hand_in(1.0, leader=worker == holders[0])
-                parts += [] if part is None else [part]
-            if parts:
-                summed = torch.stack(parts).sum(0)
-                for worker in holders:
-                    self._show(self._owns[worker])
-                    self._shown.buffers.merge(summed, float(len(parts)))
-        self._show(self._owns[holders[0]])
 
     # -- comparing
 
@@ -783,7 +672,7 @@ class Player:
                 if there is not None and int(there) != self.group.round:
                     findings.not_compared = f"those in {path.name} are of round {there}"
                     return
-                findings.weights = _largest(self._model.state_dict(), cast(Any, file), findings.last_round)
+                findings.weights = of_weights(self._model.state_dict(), cast(Any, file), findings.last_round)
         except (SafetensorError, OSError) as error:
             raise UsageError(f"cannot read weights from {path}: {error}; give a file that run.save wrote") from None
         findings.compared = f"the weights in {path.name}"
@@ -792,29 +681,9 @@ class Player:
 _NAMES = {Kind.TRAIN: "batches", Kind.EVALUATE: "evaluate"}
 
 
-def _largest(state: dict[str, Tensor], file: Any, number: int) -> Difference:
-    """The largest difference of any tensor, as a part of that tensor's largest number."""
-    largest = Difference(0.0, "weights", number, "", 0.0, 0.0)
-    for name in file.keys():  # noqa: SIM118 - no mapping
-        there = file.get_tensor(name)
-        here = state.get(name)
-        if here is None or here.shape != there.shape or here.dtype != there.dtype:
-            raise Diverged(
-                f"the file of weights has {name} as {there.dtype} {list(there.shape)}, the script's model not"
-            )
-        if not there.numel():
-            continue
-        here, there = here.detach().cpu().to(torch.float64).reshape(-1), there.to(torch.float64).reshape(-1)
-        apart = (here - there).abs().nan_to_num(nan=math.inf)
-        at = int(apart.argmax())
-        scale = max(float(there.abs().max()), float(here.abs().max()))
-        relative = float(apart[at]) / scale if float(apart[at]) else 0.0
-        if not relative <= largest.relative or largest.what == "weights":
-            largest = Difference(relative, f"{name}[{at}]", number, "", float(here[at]), float(there[at]))
-    return largest
-
-
-def enrolled(offer: Offer, score: Score, findings: Findings, *, until: int | None, weights: Path | None) -> Membership:
+def enrolled(
+    offer: Offer, score: Score, findings: Findings, *, since: int | None, until: int | None, weights: Path | None
+) -> Membership:
     """The membership of a script that is replayed."""
-    player: Any = Player(score, offer, findings, until=until, weights=weights)
+    player: Any = Player(score, offer, findings, since=since, until=until, weights=weights)
     return Membership(player, None, offer.carried)

@@ -17,7 +17,7 @@ from pliant.core import journal, score
 from pliant.core.audit import audit
 from pliant.core.drift import Drift
 from pliant.core.rounds import Entry, Group, Settled, Standing
-from pliant.core.tickets import Kind, Ticket
+from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.runtime.witness import Reporter
 from pliant.testing.line import VirtualLink
 from pliant.testing.numbers import PARAMETERS, VirtualTraining
@@ -57,6 +57,8 @@ class Checker:
         """whose weights were changed"""
         self._changed: set[str] = set()
         """those of them who have not taken the others' over since"""
+        self._healing: dict[str, tuple[int, int]] = {}
+        """who was named, (era, exchange) of that, until it holds the state again"""
         self._judged: set[tuple[int, int]] = set()
         """(era, round) whose tickets have named somebody"""
         self._flipped_round = 0
@@ -107,6 +109,8 @@ class Checker:
             self.holders.pop(name, None)
             return
         self.holders[name] = at
+        if self._healing.get(name, at) < at:
+            del self._healing[name]
         if group.exchange == 1:
             numbers: Any = training.parameters
             self.start = numbers[0].value
@@ -135,13 +139,17 @@ class Checker:
         self._flipped.add(name)
         self._changed.add(name)
         self._flipped_round = group.round
-        self.tainted = self.tainted or group.standings.count(Standing.ACTIVE) < 2
+        members = zip(group.roster, group.standings, strict=True)
+        others = {str(w) for w, standing in members if standing is Standing.ACTIVE} - {name, *self._healing}
+        # Nobody is left to compare with, or to take the right weights over from.
+        self.tainted = self.tainted or not others
 
     def _named(self, group: Group, differs: Drift) -> None:
         """Some workers' weights are said to differ."""
         if (group.era, group.round) in self._judged:
             return
         self._judged.add((group.era, group.round))
+        self._differ = None
         named = {str(group.roster[member]) for member in differs.named}
         self.world.note("named", ",".join(sorted(named)), len(differs.expelled))
         self.require(bool(self._flipped), f"{sorted(named)} are said to differ, and nobody's weights were changed")
@@ -150,6 +158,7 @@ class Checker:
         self.tainted = self.tainted or not believed.isdisjoint(self._changed)
         self.require(self.tainted or named <= self._flipped, f"{sorted(named - self._flipped)} are named wrongly")
         self._changed -= named
+        self._healing |= dict.fromkeys(named, (group.era, group.exchange))
 
     def settled(self, group: Group, outcome: Settled, handed_in: Sequence[Ticket]) -> None:
         """The tickets of an exchange."""
@@ -157,9 +166,10 @@ class Checker:
             return
         if outcome.drift is not None:
             self._named(group, outcome.drift)
-        elif (outcome.ended or outcome.plan) and self._differ is not None and _tell_a_difference(handed_in):
-            # Nobody is healed where a phase or an era ends: a later digest tells it again.
-            self._differ = max(self._differ, group.round)
+        elif self._differ is not None and _tell_a_difference(handed_in):
+            # Nobody is judged where a phase or an era ends, nor who only goes along: a later digest tells it again.
+            judged = not outcome.ended and outcome.plan is None and _tell_a_difference(_speaking(handed_in))
+            self._differ = self._differ if judged else max(self._differ, group.round)
         bound = group.policy.at_most
         self.require(
             bound is None or outcome.batch <= bound, f"a round of {outcome.batch} samples, at most {bound} may be"
@@ -278,9 +288,13 @@ def _patience(group: Group) -> int:
     return group.policy.watched * PARAMETERS + 10
 
 
+def _speaking(handed_in: Sequence[Ticket]) -> list[Ticket]:
+    return [ticket for ticket in handed_in if not ticket.flags & (Flag.FOLLOWING | Flag.LEAVING)]
+
+
 def _tell_a_difference(handed_in: Sequence[Ticket]) -> bool:
     """Whether the newest digests that tickets carry are not all the same."""
-    last = max(ticket.weights_round for ticket in handed_in)
+    last = max((ticket.weights_round for ticket in handed_in), default=0)
     return len({ticket.weights for ticket in handed_in if last and ticket.weights_round == last}) > 1
 
 

@@ -188,6 +188,10 @@ def replay(
     path: Annotated[Path, typer.Argument(metavar="JOURNAL", help="A run's journal.jsonl, or its directory.")],
     script: Annotated[Path, typer.Argument(help="The script of that run; all that follows are its arguments.")],
     args: Annotated[list[str] | None, typer.Argument(help="The arguments it was run with.")] = None,
+    since: Annotated[
+        int | None,
+        typer.Option("--from", min=1, metavar="ROUND", help="Begin with the last checkpoint up to this round."),
+    ] = None,
     until: Annotated[int | None, typer.Option(min=1, metavar="ROUND", help="Stop after this round.")] = None,
     weights: Annotated[
         Path | None, typer.Option(help="Compare with this file of run.save (default: the run's own, if it is there).")
@@ -204,7 +208,7 @@ def replay(
         raise UsageError(f"no script at {script}; give the path of the training script")
     if weights is not None and not weights.is_file():
         raise UsageError(f"no weights at {weights}; give a file that run.save wrote")
-    findings = replaying.replay(path, script, args or (), until=until, weights=weights)
+    findings = replaying.replay(path, script, args or (), since=since, until=until, weights=weights)
     if as_json:
         print(json.dumps(replaying.as_json(findings)))
     else:

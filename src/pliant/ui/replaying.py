@@ -20,14 +20,23 @@ from pliant.core.journal import RunRecord
 from pliant.core.score import score
 from pliant.errors import Diverged, UsageError
 from pliant.runtime import membership, player
-from pliant.runtime.player import Difference, Findings
+from pliant.runtime.findings import Difference, Findings
 from pliant.tensors.weights import FINAL
 
 
 def replay(
-    path: Path, script: Path, arguments: Sequence[str], *, until: int | None = None, weights: Path | None = None
+    path: Path,
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    since: int | None = None,
+    until: int | None = None,
+    weights: Path | None = None,
 ) -> Findings:
-    """Compute the run in the journal at ``path`` again, up to round ``until``; ``weights``: to be compared with."""
+    """Compute the run in the journal at ``path`` again, up to round ``until``; ``weights``: to be compared with.
+
+    ``since``: beginning with the last checkpoint up to that round.
+    """
     with path.open("rb") as lines:
         # A line torn by a crash ends the journal of a run that was cut off.
         written = score(journal.read(line for line in lines if line.endswith(b"\n")))
@@ -38,7 +47,7 @@ def replay(
     _execute(
         script,
         arguments,
-        lambda offer: player.enrolled(offer, written, findings, until=until, weights=weights),
+        lambda offer: player.enrolled(offer, written, findings, since=since, until=until, weights=weights),
     )
     return findings
 
@@ -87,7 +96,7 @@ def text(findings: Findings) -> list[str]:
     """What there is to say, the verdict last."""
     kind = "float64" if findings.exact else "shorter than float64"
     lines = [
-        f"rounds: {findings.rounds}, up to round {findings.last_round}",
+        f"rounds: {findings.rounds}, {_from(findings)}up to round {findings.last_round}",
         f"contributions: {findings.contributions}, {findings.dropped} of them lost in the run",
         f"evaluations: {findings.evaluations}",
     ]
@@ -101,7 +110,7 @@ def text(findings: Findings) -> list[str]:
         lines.append(f"weights: not compared, {findings.not_compared}")
     if findings.first is not None:
         lines.append(f"first difference above {findings.tolerance:.0e}: {findings.first}")
-        if findings.first.round <= 1:
+        if findings.first.round <= 1 and findings.first_round == 1:
             lines.append("hint: from the first round on; does the script seed its model (torch.manual_seed)?")
     if findings.weights is not None and not findings.weights.relative <= findings.tolerance:
         lines.append(f"weights: {findings.weights}")
@@ -111,6 +120,10 @@ def text(findings: Findings) -> list[str]:
     else:
         lines.append("the run cannot be computed again")
     return lines
+
+
+def _from(findings: Findings) -> str:
+    return "" if findings.first_round == 1 else f"from round {findings.first_round} "
 
 
 def _where(difference: Difference) -> str:
