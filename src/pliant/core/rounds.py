@@ -507,13 +507,13 @@ def _must_wait(group: Group, tickets: Sequence[Ticket]) -> bool:
 
     Who plans an era does not know yet of a member that takes the state over again.
     """
-    offenders, members = dict(group.offences), zip(group.roster, group.standings, strict=True)
-    if not any(standing is Standing.FOLLOWING and worker in offenders for worker, standing in members):
-        return False
-    return not any(
-        standing is Standing.ACTIVE and not ticket.flags & Flag.LEAVING
-        for standing, ticket in zip(group.standings, tickets, strict=True)
-    )
+    offenders, waiting, holders = dict(group.offences), False, False
+    for worker, standing, ticket in zip(group.roster, group.standings, tickets, strict=True):
+        # Who goes along does not have all of it yet, though it may have said that it can compute.
+        follows = standing is Standing.FOLLOWING or bool(ticket.flags & Flag.FOLLOWING)
+        waiting = waiting or (follows and worker in offenders)
+        holders = holders or not (follows or standing is Standing.LEAVING or ticket.flags & Flag.LEAVING)
+    return waiting and not holders
 
 
 # -- eras

@@ -96,6 +96,7 @@ class Eras:
         self.place = place
         self.enlisted = False
         self.leaving = False
+        self._leaving_for = ""
         self._donor = donor
         self._connect = connect
         self._carried = carried
@@ -150,11 +151,14 @@ class Eras:
         self.place = self._come_back()
         self.enlisted = False
         self._drop_takeover()
+        if self.leaving:
+            # It was said to a coordinator that did not hear it, or under a name that is gone.
+            self.place.link.leaving(self._leaving_for)
 
     def leave(self, reason: str) -> None:
         """Ask for an era without this worker. Safe in a signal handler."""
         if not self.leaving:
-            self.leaving = True
+            self.leaving, self._leaving_for = True, reason
             self.place.link.leaving(reason)
             self._in_time = self._overdue()
 
