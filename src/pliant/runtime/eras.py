@@ -110,6 +110,8 @@ class Eras:
         self._healing = False
         """its state was not that of the others, and it is taking theirs over"""
         self._asked_state: int | None = None
+        self._own_is_newest = False
+        """it was the last one to compute: of the user's state it has the newest, whatever else it has missed"""
         self._left: tuple[str, Any] | None = None
         """the last call that a newcomer came to the end of, and the user's state at that end"""
         self._missed = math.inf
@@ -237,6 +239,13 @@ class Eras:
             self._takeover = Takeover(training, self._carried, self._connect)
         return self._takeover
 
+    def trust_own_state(self, group: Group, *, was_active: bool) -> None:
+        """A new era begins with ``group``. Where nobody else computed, nobody has a newer user's state to ask for."""
+        pairs = zip(group.roster, group.standings, strict=True)
+        active = {worker for worker, standing in pairs if standing is Standing.ACTIVE}
+        held = self._own_is_newest or (was_active and self.holds_all)
+        self._own_is_newest = held and active <= {self.place.me}
+
     def go_on(self, group: Group, seat: Seat, *, knows_best: bool) -> None:
         """An era has begun while something is still to come: ask those who are in it.
 
@@ -335,7 +344,7 @@ class Eras:
         """Whether the user's state is here, and installed; ``left``: as it was at the end of that call."""
         if self._takeover is None:
             return True
-        if not self._carried["state"]:
+        if not self._carried["state"] or self._own_is_newest:
             self._drop_takeover()
             return True
         values = self._takeover.users_state(exchange, left)
@@ -349,7 +358,7 @@ class Eras:
         if self._takeover is not None:
             self._takeover.close()
             self._takeover = None
-        self._healing = False
+        self._healing = self._own_is_newest = False
         self._asked_state = None
 
     def close(self) -> None:

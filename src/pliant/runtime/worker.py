@@ -52,6 +52,7 @@ _LOOK_S = 0.002
 _SOON_S = 0.03
 # Between two rounds in which nobody computes: all members leave, or wait for what they need.
 _NOBODY_S = 0.02
+_PAST_IT = "the run has gone back to a checkpoint, and this script is past it"
 
 Answer = TypeVar("Answer")
 
@@ -1175,6 +1176,8 @@ class Worker:
         donor = seat.roster[seat.donor] == self.me
         entries = None
         if donor and seat.checkpoints:
+            if self._beyond:
+                raise RunEnded(_PAST_IT)
             manifest = self._restore(seat.checkpoints, seat.round)
             self._witness.joined(seat.records)
             self._witness.rewound(manifest.name, manifest.records, self.me, self.group.round)
@@ -1198,6 +1201,7 @@ class Worker:
             entries = [changes.unpacked_entry(data) for data in self._heard(summation.tickets)]
             group = rounds.regrouped(group, seat.era, seat.roster, entries)
         keep = not holds and self.group.exchange == handed.group.exchange and self.group.era == handed.group.era
+        eras.trust_own_state(handed.group, was_active=self.standing is Standing.ACTIVE)
         self._channel = seat.channel
         self._turned = -1
         if holds:
@@ -1267,7 +1271,7 @@ class Worker:
         rewinds = eras.rewinds
         eras.returned()
         if self._beyond and eras.rewinds != rewinds:
-            raise RunEnded("the run has gone back to a checkpoint, and this script is past it")
+            raise RunEnded(_PAST_IT)
         self.me = eras.place.me
         self._witness.moved(eras.place.link)
         now = self._clock()
