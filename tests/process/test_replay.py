@@ -11,7 +11,7 @@ from running import Launcher, Running, records
 from safetensors.torch import load_file, save_file
 
 from pliant.core import journal
-from pliant.core.journal import EraRecord, RoundRecord
+from pliant.core.journal import EraRecord, RewindRecord, RoundRecord
 from pliant.core.tickets import Flag
 
 pytestmark = pytest.mark.slow
@@ -49,6 +49,13 @@ SCENES: dict[str, dict[str, Any]] = {
         "optimizer": "adamw",
     },
     "leaves": {"faults": [["w0", 5, "leave"]], "until": ["fault-0"], "evaluates": True, "epochs": 5},
+    "all killed, on from a checkpoint": {
+        "faults": [["w0", 12, "kill"], ["w1", 12, "kill"], ["w2", 12, "kill"]],
+        "until": ["fault-0", "fault-1", "fault-2"],
+        "checkpoint": "checkpoints",
+        "evaluates": True,
+        "sleep_s": 0.03,
+    },
     "last displacement, killed": {"optimizer": "rmsprop", "faults": [["w1", 5, "kill"]], "until": ["fault-0"]},
 }
 
@@ -82,7 +89,7 @@ def rounds(run: Running) -> list[RoundRecord]:
 def test_computed_again(launch: Launcher, name: str) -> None:
     scene = SCENES[name]
     run = ran(launch, scene)
-    made = rounds(run)
+    made = [record for record in journal.effective(records(run)) if isinstance(record, RoundRecord)]
     again = replayed(launch, "--json")
     assert again.process.returncode == 0, again.output
     findings = found(again)
@@ -96,8 +103,29 @@ def test_computed_again(launch: Launcher, name: str) -> None:
         assert any(record.skipped for record in made)
     if scene.get("breaks"):
         assert any(ticket.flags & Flag.BREAK for record in made for ticket in record.tickets)
+    if scene.get("checkpoint"):
+        assert any(isinstance(record, RewindRecord) for record in records(run)), "nobody went back"
     unplanned = sum(record.entries is not None for record in records(run) if isinstance(record, EraRecord))
-    assert unplanned >= sum(what == "kill" for _, _, what in scene.get("faults", []))
+    kills = [who for who, _, what in scene.get("faults", []) if what == "kill"]
+    # Where nobody survives, no era begins with survivors.
+    assert unplanned >= (0 if scene.get("checkpoint") else len(kills))
+
+
+def test_from_a_checkpoint(launch: Launcher) -> None:
+    """Beginning in mid-run: past epochs are not computed, the user's state is that of the checkpoint."""
+    scene = {"delay": 0, "checkpoint": "checkpoints", "evaluates": True, "epochs": 5, "sleep_s": 0.02}
+    run = ran(launch, scene)
+    last = rounds(run)[-1].round
+    findings = found(replayed(launch, "--json", "--from", str(last)))
+    assert findings["agrees"] and findings["complete"]
+    assert findings["first_round"] > 1 and findings["rounds"] == last - findings["first_round"] + 1
+    assert findings["weights"]["relative"] <= 1e-9 and findings["largest"]["relative"] <= 1e-9
+
+    early = replayed(launch, "--from", "1")
+    assert early.process.returncode == 1 and "there is no checkpoint up to round 1 to start from" in early.output
+    (launch.directory / "scene.json").write_text(json.dumps({**scene, "checkpoint": None}))
+    without = replayed(launch, "--from", str(last))
+    assert without.process.returncode == 1 and "calls join without checkpoint" in without.output
 
 
 def test_what_differs_is_named(launch: Launcher) -> None:

@@ -10,6 +10,7 @@ Source    docs/design/0012-replay.md.
 from __future__ import annotations
 
 import bisect
+import itertools
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -280,7 +281,18 @@ class _Writing:
             if place == len(places):
                 raise JournalError(f"{stretch.part.worker} computed after round {settled}, which phase {phase} has not")
             places[place][1].stretches.append(stretch)
+        self._let_see()
         return Score(self._run, self._items, self._end, self._starts(), len(self._checkpoints))
+
+    def _let_see(self) -> None:
+        """Loop bodies saw an update in which they computed what a rewind has made void: one is to see it here, too."""
+        last: Stretch | None = None
+        for before, item in itertools.pairwise(self._items):
+            if isinstance(before, Bodies) and before.stretches:
+                last = before.stretches[-1]
+            elif isinstance(before, Bodies) and isinstance(item, Update) and item.outcome.seen and last is not None:
+                again = Part(last.part.worker, 0, last.micro_batches[-1:], None, before=last.part)
+                before.stretches.append(Stretch(again, again.micro_batches, ahead=False))
 
     def _starts(self) -> list[Start]:
         """Checkpoints in a loop over batches of which nothing that comes later was computed, in part, before."""

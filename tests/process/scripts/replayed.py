@@ -102,6 +102,8 @@ with pliant.join(
     scheduler=scheduler,
     state={"updates": 0},
     dead_after=2.0,
+    checkpoint=SCENE.get("checkpoint"),
+    checkpoint_every=0.2,
 ) as run:
     for epoch in run.epochs(1_000_000):
         loaders = {"num_workers": 2, "prefetch_factor": 2} if SCENE.get("loaders") else {}
