@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.complete
 
-.PHONY: venv demo test check check-fast check-code check-processes bench lab format clean
+.PHONY: venv demo test check check-fast check-code check-lost check-others bench lab format clean
 
 venv: $(STAMP)
 
@@ -21,20 +21,22 @@ demo: venv
 test: check
 
 check: venv
-	$(MAKE) --jobs=2 --output-sync=target check-code check-processes
+	$(MAKE) --jobs=3 --output-sync=target check-code check-lost check-others
 
-# Tests with real processes wait half of the time: the others, and a few of these, run beside them.
-BESIDE := $(patsubst %,tests/process/test_%.py,examples groups training coordinator_death leaving replay)
+# Tests with real processes wait half of the time: two lots of them, and the tests without, run side by side.
+LOST := $(patsubst %,tests/process/test_%.py,agents bad_input chaos coordinator_death deaths resuming wireguard)
 
 check-code: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/python -m pytest --ignore=tests/process
-	$(BIN)/python -m pytest $(BESIDE)
 
-check-processes: venv
-	$(BIN)/python -m pytest tests/process $(BESIDE:%=--ignore=%)
+check-lost: venv
+	$(BIN)/python -m pytest $(LOST)
+
+check-others: venv
+	$(BIN)/python -m pytest tests/process $(LOST:%=--ignore=%)
 
 # Style, types and the tests that need no second process.
 check-fast: venv
