@@ -203,3 +203,20 @@ def test_who_is_gone_is_forgotten(course: Course) -> None:
     course.settle([7, 8, 7], at=1)
     assert rounds.switched(course.group, 2, (ROSTER[0], ROSTER[1])).offences == ((ROSTER[1], 1),)
     assert rounds.switched(course.group, 2, (ROSTER[0], ROSTER[2])).offences == ()
+
+
+def test_nobody_leaves_with_the_state_before_the_healed_one_has_it(course: Course) -> None:
+    course.settle()
+    course.settle([7, 8, 7], at=1)
+    tickets = [replace(course.ticket(member, 0, 0, ready=False), plan_term=1, plan_era=2) for member in range(3)]
+    going = [replace(ticket, flags=ticket.flags | Flag.LEAVING) for ticket in tickets]
+    assert rounds.agreed_plan(course.group, tickets) == (1, 2)
+    assert rounds.agreed_plan(course.group, [tickets[0], tickets[1], going[2]]) == (1, 2)
+    assert rounds.agreed_plan(course.group, [going[0], tickets[1], going[2]]) is None
+    # It is ready, but goes along with this exchange still: what is the user's own comes only now.
+    course.settle(ready=1)
+    assert course.group.standings[1] is Standing.ACTIVE
+    follows = replace(tickets[1], flags=Flag.FOLLOWING)
+    assert rounds.agreed_plan(course.group, [going[0], follows, going[2]]) is None
+    computes = replace(tickets[1], flags=Flag.NONE)
+    assert rounds.agreed_plan(course.group, [going[0], computes, going[2]]) == (1, 2)

@@ -755,6 +755,21 @@ def test_a_new_coordinator_believes_what_it_cannot_know_better() -> None:
     assert of(Admit, world.hello("w6"))[0].worker == "w6.101"
 
 
+def test_who_enters_an_era_that_is_broken_up_is_told_so() -> None:
+    rules = Rules("train.py", "0.1.0")
+    world = World(roster.resumed(rules, 2, 5.0, 100.0, 0, [], 0))
+    for slot in ("w0", "w1"):
+        world.hello(slot, worker=slot)
+        world.ready(slot)
+    world.wait(5.1, ("w0", "w1"))
+    (broken,) = of(BreakEra, world.enter(1, "w0"))
+    assert broken.to == ("w0",)
+    (broken,) = of(BreakEra, world.enter(1, "w1"))
+    assert broken.to == ("w1",)
+    (start,) = of(StartEra, world.stop(1, "w0", "w1", exchange=1))
+    assert start.roster == ("w0", "w1")
+
+
 # whatever happens
 
 

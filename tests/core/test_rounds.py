@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from scenes import scenes
 
-from pliant.core import rounds
+from pliant.core import ledger, overlap, rounds
 from pliant.core.journal import ExchangeRecord, PhaseEndRecord, PhaseRecord, RoundRecord
-from pliant.core.rounds import Mismatch, Policy
+from pliant.core.rounds import Group, Mismatch, Policy
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import WorkerId
 
@@ -247,3 +247,24 @@ def test_alone_there_is_nothing_to_overlap_with() -> None:
 def test_an_open_batch_alone_is_the_reference_batch() -> None:
     play = played(Scene(Policy(8, floating=True), (10.0,), (8,), (Call(Kind.TRAIN, 20),)))
     assert [record.batch for record in settlements(play)] == [8, 8, 4]
+
+
+def test_where_the_overlap_ends_nothing_is_dealt_to_who_goes_along() -> None:
+    """It may have gone along with the very next round already, and would never draw what it is dealt for it."""
+    roster = [WorkerId("w0"), WorkerId("w1")]
+    group = rounds.founded(Policy(24, floating=True, delay=overlap.AUTO), 1, roster)
+    opening = Ticket(1, 0, 0, Kind.TRAIN, Flag.OPENING, length=200, size=4, digest=rounds.digest(group))
+    opened = rounds.opened(group, [opening] * 2)
+    assert isinstance(opened, Group)
+    held = ledger.give_back(ledger.unbounded(opened.phase.ledger), 1)
+    alone = replace(opened.phase, present=(True, False), took_part=(True, False), ledger=held)
+    group = replace(opened, open=(alone,), choice=replace(opened.choice, delay=1, turning=True))
+    samples = ledger.samples_of(held.hands[0].queue[0])
+    enters = Ticket(1, 0, 1, Kind.TRAIN, Flag.READY | Flag.FOLLOWING, size=4, digest=rounds.digest(group))
+    computes = replace(enters, flags=Flag.NONE, micro_batches=1, samples=samples, weight=float(samples), busy_s=0.01)
+    decision = rounds.settled(group, [computes, enters])
+    assert isinstance(decision, tuple)
+    after, _ = decision
+    assert after.delay == 0 and after.phase.present == (True, True)
+    assert after.phase.ledger.hands[0].quotas and not after.phase.ledger.hands[1].queue
+    assert after.phase.ledger.hands[0].granted_samples == 24
