@@ -66,9 +66,9 @@ def start(launch: Launcher, scenario: Scenario, *options: str) -> Running:
     return launch.command(*words, str(SCRIPT), "scenario.json")
 
 
-def passed_through(launch: Launcher, scenario: Scenario) -> Running:
+def passed_through(launch: Launcher, scenario: Scenario, *options: str) -> Running:
     """Start the run, let it end, and check all that must hold."""
-    run = start(launch, scenario)
+    run = start(launch, scenario, *options)
     check(launch, run, scenario)
     return run
 

@@ -6,6 +6,8 @@ import pytest
 from running import Launcher
 from scenarios import Scenario, fault, passed_through
 
+from pliant.launch import certificates
+
 pytestmark = pytest.mark.slow
 
 SCENARIOS = {
@@ -21,7 +23,7 @@ SCENARIOS = {
         workers=2,
         optimizer="adamw",
     ),
-    "together with a worker": Scenario(
+    "together with a worker, under TLS": Scenario(
         [
             fault("w0", "evaluate", "coordinator,kill", "drew-w0", "drew-w1", "drew-w2"),
             fault("w1", "waiting", "coordinator,term", "without-w0"),
@@ -34,5 +36,9 @@ SCENARIOS = {
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_training_goes_on(launch: Launcher, name: str) -> None:
-    run = passed_through(launch, SCENARIOS[name])
+    tls = ()
+    if "TLS" in name:
+        certificates.made(launch.directory / "certs", [], 1)
+        tls = ("--tls-cert", "certs/coordinator.pem", "--tls-key", "certs/coordinator.key", "--tls-ca", "certs/ca.pem")
+    run = passed_through(launch, SCENARIOS[name], *tls)
     assert "pliant: the coordinator died; restarted" in run.lines
