@@ -111,7 +111,7 @@ class Eras:
         """its state was not that of the others, and it is taking theirs over"""
         self._asked_state: int | None = None
         self._own_is_newest = False
-        """it was the last one to compute: of the user's state it has the newest, whatever else it has missed"""
+        """it was the last one to compute: of the user's state it has the newest, whatever else it takes over"""
         self._left: tuple[str, Any] | None = None
         """the last call that a newcomer came to the end of, and the user's state at that end"""
         self._missed = math.inf
@@ -252,6 +252,7 @@ class Eras:
         ``knows_best``: of all who are left this worker is the donor, whatever it lacks.
         """
         if self._takeover is None:
+            self._own_is_newest = False
             return
         donors = self._donors(group, seat)
         following = group.standings[group.roster.index(self.place.me)] is Standing.FOLLOWING
@@ -306,6 +307,7 @@ class Eras:
             return
         donors = [self._addresses[worker] for worker in computing if worker in self._addresses]
         if donors and self.place.me not in computing:
+            self._own_is_newest = False
             self._takeover = Takeover(training, self._carried, self._connect, tensors=False)
             self._takeover.restart(donors, group.era, group.exchange, keep=True)
 
