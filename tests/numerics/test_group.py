@@ -210,7 +210,7 @@ def test_every_position_once_per_epoch() -> None:
         assert {outcome.kind for outcome in record.outcomes} == {Kind.TRAIN}
 
 
-@pytest.mark.parametrize("batch", [24, pliant.Floating(24)])
+@pytest.mark.parametrize("batch", [24, pliant.Floating(24, at_most=36)])
 def test_a_delay_that_changes_keeps_the_weights_equal(batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the figures say, the other delay is better: it changes every other round."""
     decided, seen = overlap.after, set[tuple[int, int]]()
