@@ -26,7 +26,7 @@ from pliant.runtime.status import Status
 
 FEWEST, MOST = 4, 6
 SAFE = 2  # workers that train and are left alone
-_GONE = ("left", "finished", "failed")
+_GONE = ("left", "finished", "failed", "ended")
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,6 +149,13 @@ def test_the_status_follows_the_journal() -> None:
     assert "batch 10 · noise 1,234 · rate" in progress.line(status)
 
 
+def test_who_is_in_the_journal_alone_is_not_on_its_way() -> None:
+    tally = Tally("job", [])
+    tally.resume([journal.EraRecord(1, ["w0", "w1"])], 0.0)
+    tally.describe("w1", "w1", "training", 0)
+    assert {worker.name: worker.state for worker in tally.status.workers} == {"w0": "ended", "w1": "training"}
+
+
 def test_a_log_gets_plain_lines() -> None:
     out, err = io.StringIO(), io.StringIO()
     screen = progress.Terminal(out, err)

@@ -128,6 +128,9 @@ class Tally:
         """Take in what an earlier coordinator has written."""
         for record in records:
             self.add(record, now_s - WINDOW_S)
+        for row in self.status.workers:
+            # Who is still there is described anew.
+            row.state = "ended"
         self._forget_recent()
         self._began_s = now_s if self._began_s is not None else None
         self._began_at = self._done()[0]
