@@ -125,7 +125,7 @@ def round_record(number: int, samples: list[int], applied: bool = True) -> journ
 
 
 def test_the_status_follows_the_journal() -> None:
-    tally = Tally("job", ["w0", "w1", "w2"])
+    tally = Tally("job")
     tally.plan(4, None)
     tally.add(journal.EraRecord(1, ["w0", "w1", "w2"]), 0.0)
     tally.add(journal.PhaseRecord(1, "train", 1, 80, 80, [4, 4, 4], [1, 1, 1], 0), 0.0)
@@ -150,8 +150,9 @@ def test_the_status_follows_the_journal() -> None:
 
 
 def test_who_is_in_the_journal_alone_is_not_on_its_way() -> None:
-    tally = Tally("job", [])
-    tally.resume([journal.EraRecord(1, ["w0", "w1"])], 0.0)
+    tally = Tally("job")
+    phase = journal.PhaseRecord(1, "train", 0, 80, 80, [4, 4], [1, 1], 0)
+    tally.resume([journal.EraRecord(1, ["w0", "w1"]), phase, round_record(1, [6, 4])], 0.0)
     tally.describe("w1", "w1", "training", 0)
     assert {worker.name: worker.state for worker in tally.status.workers} == {"w0": "ended", "w1": "training"}
 
@@ -159,7 +160,7 @@ def test_who_is_in_the_journal_alone_is_not_on_its_way() -> None:
 def test_a_log_gets_plain_lines() -> None:
     out, err = io.StringIO(), io.StringIO()
     screen = progress.Terminal(out, err)
-    tally = Tally("job", ["w0"])
+    tally = Tally("job")
     tally.add(journal.EraRecord(1, ["w0"]), 0.0)
     tally.add(journal.PhaseRecord(1, "train", 0, 8, 8, [4], [1], 0), 0.0)
     screen.progress(tally.status)
