@@ -23,20 +23,22 @@ test: check
 check: venv
 	$(MAKE) --jobs=3 --output-sync=target check-code check-lost check-others
 
-# Tests with real processes wait half of the time: two lots of them, and the tests without, run side by side.
-LOST := $(patsubst %,tests/process/test_%.py,agents bad_input chaos coordinator_death deaths resuming wireguard)
+# Tests with real processes wait half of the time: three lots of about the same length run side by side.
+BESIDE := $(patsubst %,tests/process/test_%.py,examples groups training trust)
+LOST := $(patsubst %,tests/process/test_%.py,agents bad_input chaos coordinator_death deaths replay resuming wireguard)
 
 check-code: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/python -m pytest --ignore=tests/process
+	$(BIN)/python -m pytest $(BESIDE)
 
 check-lost: venv
 	$(BIN)/python -m pytest $(LOST)
 
 check-others: venv
-	$(BIN)/python -m pytest tests/process $(LOST:%=--ignore=%)
+	$(BIN)/python -m pytest tests/process $(patsubst %,--ignore=%,$(BESIDE) $(LOST))
 
 # Style, types and the tests that need no second process.
 check-fast: venv

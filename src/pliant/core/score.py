@@ -287,12 +287,16 @@ class _Writing:
     def _let_see(self) -> None:
         """Loop bodies saw an update in which they computed what a rewind has made void: one is to see it here, too."""
         last: Stretch | None = None
+        unseen: Bodies | None = None
         for before, item in itertools.pairwise(self._items):
             if isinstance(before, Bodies) and before.stretches:
-                last = before.stretches[-1]
-            elif isinstance(before, Bodies) and isinstance(item, Update) and item.outcome.seen and last is not None:
+                last, unseen = before.stretches[-1], None
+            elif isinstance(before, Bodies) and isinstance(item, Update):
+                unseen = before if item.outcome.seen else None
+            if isinstance(item, Rewound) and unseen is not None and last is not None:
                 again = Part(last.part.worker, 0, last.micro_batches[-1:], None, before=last.part)
-                before.stretches.append(Stretch(again, again.micro_batches, ahead=False))
+                unseen.stretches.append(Stretch(again, again.micro_batches, ahead=False))
+                unseen = None
 
     def _starts(self) -> list[Start]:
         """Checkpoints in a loop over batches of which nothing that comes later was computed, in part, before."""
