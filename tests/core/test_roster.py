@@ -541,6 +541,19 @@ def test_total_loss_ends_the_run_with_the_last_words() -> None:
     assert end.exit_status == 7 and not end.completed
 
 
+def test_a_sleeper_that_is_terminated_at_the_end_does_not_give_the_run_its_status() -> None:
+    world = World().started(2)
+    world.wait(1.0, ("w0", "w1"))
+    world.feed(Failed(WorkerId("w0"), "ValueError: no"))
+    world.exit("w0", 1)
+    effects = world.wait(10.0)
+    assert of(StopAll, effects)[0].reason.startswith("w1 was lost (no sign of life for 5 s): nobody is left")
+    assert Terminate(OWNER, SlotId("w1")) in effects
+    world.exit("w0", -15)
+    (end,) = of(Ended, world.exit("w1", -15))
+    assert end.exit_status == 1
+
+
 def test_where_nothing_was_settled_everybody_begins_anew() -> None:
     world = World()
     world.enlist(1)

@@ -174,9 +174,11 @@ def test_only_narrows_down_and_quick_leaves_out_what_cannot_win() -> None:
     with pytest.raises(ValueError, match="unknown in --only: b"):
         selection(["b"])
     assert systems_of(selection([]), "static", 0, FULL) == list(SYSTEMS)
-    assert systems_of(selection([]), "static", 1, FULL) == list(SYSTEMS)[::-1]
+    assert systems_of(selection(["oracle", "lb_bsp"]), "static", 1, FULL) == ["oracle", "lb_bsp"]
+    assert systems_of(selection(["oracle", "lb_bsp"]), "static", 2, FULL) == ["lb_bsp", "oracle"]
     assert "ddp" not in systems_of(selection([]), "static", 0, QUICK)
     assert "local_sgd" in systems_of(selection([]), "slow_network", 0, QUICK)
+    assert ["ddp" in systems_of(selection([]), "static", seed, FULL) for seed in (0, 1)] == [True, False]
 
 
 def test_every_system_has_its_names_and_its_processes(tmp_path: Path) -> None:

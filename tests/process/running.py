@@ -63,6 +63,10 @@ class Running:
                     return line
         raise AssertionError(f"{text!r} was never printed:\n" + "\n".join(self.lines))
 
+    def printed(self, text: str) -> str:
+        """The first line that has ``text``, which may have come before what was waited for last."""
+        return next((line for line in self.lines if text in line), "") or self.until(text)
+
     def wait(self) -> int:
         """The exit status; the whole output is in ``lines`` afterwards."""
         try:

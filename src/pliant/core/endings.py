@@ -68,6 +68,9 @@ def stop(state: Roster, reason: str, now_s: float, culprit: SlotId | None = None
         return state, ()
     # Who has said that it failed, or has left, is on its way out, with an exit status of its own.
     deaf = [s for s in _alive(state) if not _is_going(state, s) and not _hears(worker_in(state, s.name))]
+    if culprit in [slot.name for slot in deaf]:
+        # It sleeps, or is a later process than the one that failed: its status will be that of our own signal.
+        culprit = None
     stage = Stopping(reason, Urge.ASKED, now_s, culprit, status)
     return replace(state, stage=stage), (StopAll(reason), *(Terminate(slot.agent, slot.name) for slot in deaf))
 
