@@ -8,7 +8,6 @@ Holds     One worker that never sleeps, so that nothing is hidden in waiting; a 
 Source    Issue 5, "checkpointing"; docs/benchmarks.md.
 """
 
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 
 import pliant
 from benchmarks.results import Trial
+from benchmarks.statistics import cpu_s
 from benchmarks.workload import Device, make_dataset, make_model, make_optimizer
 from pliant.runtime.saving import Thread
 
@@ -51,11 +51,6 @@ class Course:
     state_mb: float = 0.0
 
 
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
 def _status_mb(name: str) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(float(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith(name))
@@ -70,13 +65,13 @@ def trained(directory: str, rounds: int) -> Course:
         saving = run._worker._saving
         assert saving is not None
         _watch(saving, course)
-        used_s, main_s = _cpu_s(), time.thread_time()
+        used_s, main_s = cpu_s(), time.thread_time()
         for x, y in run.batches(make_dataset(MODEL), size=SIZE):
             device.begin(len(x))
             run.backward(F.cross_entropy(model(x), y))
             if run.step() and run.round >= rounds and saving._writing is None:
                 break
-        course.rounds, course.cpu_s, course.main_s = run.round, _cpu_s() - used_s, time.thread_time() - main_s
+        course.rounds, course.cpu_s, course.main_s = run.round, cpu_s() - used_s, time.thread_time() - main_s
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
     course.state_mb = sum(tensor.nbytes for tensor in [*model.parameters(), *state]) / 1e6
     return course

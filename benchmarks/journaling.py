@@ -162,7 +162,7 @@ def audited(path: Path, *, replay: bool) -> dict[str, float]:
 def round_s(model: str) -> float:
     """CPU seconds of all workers for a round of a real model; nobody keeps a journal."""
     seen = sorted(clocked(model, TRAINED, WORKERS).items())
-    (first, began_s), (last, ended_s) = seen[len(seen) // 4], seen[-1]
+    (first, (began_s,)), (last, (ended_s,)) = seen[len(seen) // 4], seen[-1]
     return (ended_s - began_s) / (last - first)
 
 

@@ -131,12 +131,12 @@ def _statistics_sheets(results: Results) -> list[Sheet]:
             trial.model,
             str(trial.repeat),
             f"{trial.figures['rounds']:.0f}",
-            f"{100 * trial.figures['added']:+.2f} ± {100 * trial.figures['half']:.2f} %",
+            f"{100 * trial.figures['added']:+.3f} %",
         )
         for trial in results.trials
         if trial.act == "statistics"
     ]
-    columns = ("model", "repeat", "rounds with and without", "added CPU seconds [95 %]")
+    columns = ("model", "repeat", "rounds", "added CPU seconds")
     return [Sheet("Cost of statistics, as a share of a round", columns, tuple(rows))] if rows else []
 
 

@@ -1,16 +1,19 @@
 """The cost of statistics: what measuring the gradient's noise adds to a round.
 
 Question  How many CPU seconds do the norms and estimates add, as a share of a round without them?
-Holds     Two workers as threads of one process, so that one clock (getrusage) has seen everything. Stretches of
-          rounds with and without statistics take turns in one run: drift of the machine meets both alike.
+Holds     Two workers as threads of one process, so that one clock (getrusage) has seen everything. What statistics
+          consist of, the norm of the mean gradient and the estimates, is timed where it is done, in CPU seconds of the
+          thread that does it, and related to what the process used over the same rounds. Rounds with and without
+          statistics were compared first: on this machine neighbours differ by several times the part in question.
 """
 
 import itertools
-import math
 import resource
 import threading
+import time
 from collections.abc import Callable
-from statistics import median, quantiles
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -20,28 +23,72 @@ import torch.nn.functional as F
 from benchmarks.results import Trial
 from benchmarks.workload import Device, make_dataset, make_model, make_optimizer
 from pliant.core import noise
+from pliant.runtime.update import Training
+from pliant.tensors.gradients import Buffer
 from pliant.testing import Together, together
 
 WORKERS, BATCH, SIZE = 2, 64, 16
-STRETCH = noise.STRIDE
 WARM_UP = 2 * noise.DENSE
-LEAST_ROUNDS = 500
-"""with statistics; as many without"""
+ROUNDS = 600
+"""after the warm-up"""
+ESTIMATES = ("told", "contributed", "measured")
 
 
-def stretch_of(number: int) -> int:
-    """Stretches begin half a stride before a measured round: what its norm leads to later is in the same one."""
-    return (number - 1 - noise.STRIDE // 2) // STRETCH
+@dataclass(slots=True)
+class Meter:
+    """CPU seconds that the threads of this process spend in what is timed."""
+
+    spent_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """The same, with its time."""
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            began_s = time.thread_time()
+            try:
+                return work(*arguments, **named)
+            finally:
+                with self._lock:
+                    self.spent_s += time.thread_time() - began_s
+
+        return counted
 
 
-def _cpu_s() -> float:
+def watched(meter: Meter) -> ExitStack:
+    """Time the estimates, and the norms that are taken for their sake: of the group's sum, not of a contribution."""
+    stack, mine = ExitStack(), threading.local()
+    norm, average = Buffer.squared_norm, Training._average
+    timed_norm = meter.timed(norm)
+
+    def averaged(training: Training, *arguments: Any, measures: bool) -> float | None:
+        mine.measures = measures
+        try:
+            return average(training, *arguments, measures=measures)
+        finally:
+            mine.measures = False
+
+    def squared_norm(buffer: Buffer) -> float:
+        return timed_norm(buffer) if getattr(mine, "measures", False) else norm(buffer)
+
+    stack.enter_context(patch.object(Training, "_average", averaged))
+    stack.enter_context(patch.object(Buffer, "squared_norm", squared_norm))
+    for name in ESTIMATES:
+        stack.enter_context(patch.object(noise, name, meter.timed(getattr(noise, name))))
+    return stack
+
+
+def cpu_s() -> float:
+    """Of the process, since its start."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
-def clocked(model: str, rounds: int, workers: int = WORKERS) -> dict[int, float]:
-    """CPU seconds of the process at the end of each round."""
-    seen: dict[int, float] = {}
+def clocked(
+    model: str, rounds: int, workers: int = WORKERS, clock: Callable[[], tuple[float, ...]] = lambda: (cpu_s(),)
+) -> dict[int, tuple[float, ...]]:
+    """What ``clock`` shows at the end of each round that ``step`` tells of; by default the process's CPU seconds."""
+    seen: dict[int, tuple[float, ...]] = {}
     dataset, over = make_dataset(model), threading.Event()
 
     def script(handle: Together) -> None:
@@ -53,45 +100,36 @@ def clocked(model: str, rounds: int, workers: int = WORKERS) -> dict[int, float]
                     device.begin(len(x))
                     run.backward(F.cross_entropy(mine(x), y))
                     if run.step() and handle.place == 0:
-                        seen[run.round] = _cpu_s()
+                        seen[run.round] = clock()
                     if run.round >= rounds or over.is_set():
                         over.set()
                         break
 
-    due: Callable[[Any, int], bool] = noise.is_due
-
-    def by_turns(known: Any, number: int) -> bool:
-        return due(known, number) and (number <= WARM_UP or stretch_of(number) % 2 == 0)
-
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with patch.object(noise, "is_due", by_turns):
-            together(workers, script, timeout_s=1200.0)
+        together(workers, script, timeout_s=1200.0)
     finally:
         torch.set_num_threads(threads)
     return seen
 
 
-def added(seen: dict[int, float]) -> tuple[float, float, int]:
-    """The share of a round that statistics add, half of its 95 % interval, and rounds with them."""
-    ends = {stretch_of(number): at_s for number, at_s in seen.items() if stretch_of(number) < stretch_of(number + 1)}
-    first = stretch_of(WARM_UP) + 1
-    costs = {number: ends[number] - ends[number - 1] for number in ends if number >= first and number - 1 in ends}
-    pairs = [(cost, costs[number + 1]) for number, cost in costs.items() if number % 2 == 0 and number + 1 in costs]
-    usual = median(without for _, without in pairs)
-    shares = [(with_ - without) / usual for with_, without in pairs]
-    low, middle, high = quantiles(shares, n=4)
-    # Medians: whatever else the machine does now and then costs one stretch, not the mean. The interval is a notch's.
-    return middle, 1.57 * (high - low) / math.sqrt(len(shares)), STRETCH * len(shares)
+def added(seen: dict[int, tuple[float, ...]]) -> tuple[float, int]:
+    """The share of a round that statistics add, and of how many rounds; by round: CPU seconds, those of statistics."""
+    first = min(number for number in seen if number >= WARM_UP)
+    last = max(seen)
+    whole_s, part_s = (after - before for before, after in zip(seen[first], seen[last], strict=True))
+    return part_s / (whole_s - part_s), last - first
 
 
 def measure(repeats: int, models: tuple[str, ...], say: Callable[[str], None]) -> tuple[Trial, ...]:
     """Every repeat of every model."""
     trials: list[Trial] = []
-    rounds = WARM_UP + 2 * STRETCH * (2 + -(-LEAST_ROUNDS // STRETCH))
     for repeat, model in itertools.product(range(repeats), models):
-        share, half, count = added(clocked(model, rounds))
-        trials.append(Trial("pliant", model, "statistics", repeat, {"added": share, "half": half, "rounds": count}))
-        say(f"repeat {repeat}  {model:5}  statistics  {100 * share:+.2f} ± {100 * half:.2f} % of {count} rounds")
+        meter = Meter()
+        with watched(meter):
+            seen = clocked(model, WARM_UP + ROUNDS, clock=lambda meter=meter: (cpu_s(), meter.spent_s))
+        share, count = added(seen)
+        trials.append(Trial("pliant", model, "statistics", repeat, {"added": share, "rounds": count}))
+        say(f"repeat {repeat}  {model:5}  statistics  {100 * share:+.3f} % of {count} rounds")
     return tuple(trials)
