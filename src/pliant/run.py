@@ -11,7 +11,7 @@ import atexit
 import dis
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -51,7 +51,7 @@ def join(
     schedule_by: str = "batch",
     clip_norm: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
-    state: Mapping[str, Any] | None = None,
+    state: dict[str, Any] | None = None,
     order: data.Order | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: float = 300.0,
@@ -73,7 +73,8 @@ def join(
                   ``evaluate`` outside of a loop over batches. Do not step it yourself
     clip_norm     bound on the norm of the group's gradient
     scaler        a ``torch.amp.GradScaler`` for float16
-    state         objects with ``state_dict``, or plain values: equal on all workers from the start, ``run.state``
+    state         objects with ``state_dict``, or plain values: equal on all workers from the start. ``run.state`` is
+                  this very dict
     order         (epoch, n) -> indices, in place of the seed's permutation
     checkpoint    where checkpoints go: a directory that all workers see, or any address of fsspec (``s3://…``). A run
                   goes on from the last one: alone by itself, in a job when all workers were lost at once, or with
@@ -95,6 +96,8 @@ def join(
             seed=seed,
             dead_after=dead_after,
         )
+        settings.check_scheduler(scheduler)
+        settings.check_state(state)
         settings.check_checkpoint(checkpoint, checkpoint_every)
     except UsageError as error:
         membership.turned_away(error)
@@ -120,7 +123,12 @@ def join(
         optimizer=optimizer,
         policy=resolved.policy,
         agreed=resolved.agreed(),
-        carried={"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "state": dict(state or {})},
+        carried={
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "scaler": scaler,
+            "state": {} if state is None else state,
+        },
         prepared=prepared,
         checkpoint=None if checkpoint is None else str(checkpoint),
         checkpoint_every_s=float(checkpoint_every),
@@ -151,6 +159,8 @@ class Run:
         self._before, self._length = 0, 1
         self._loaders: dict[tuple[Any, ...], data.Loader] = {}
         self._drawn = 0
+        self._computed = False
+        """``backward`` was called for the drawn micro-batch"""
         self._passed = False
         """a call of this epoch lay in the past of the group"""
         self._result: float | None = None
@@ -222,10 +232,10 @@ class Run:
         return self._worker.group.scheduled
 
     @property
-    def loss(self) -> float | None:
-        """The group's mean loss in the last round; None before it, or if it was not finite."""
+    def loss(self) -> float:
+        """The group's mean loss in the last round; NaN before this worker's first one, and where it was not finite."""
         last = self._worker.last_trained
-        return last.loss if last else None
+        return math.nan if last is None or last.loss is None else last.loss
 
     @property
     def is_leader(self) -> bool:
@@ -299,7 +309,7 @@ class Run:
             while (micro_batch := self._worker.draw(phase)) is not None:
                 collated = reading.fetch(micro_batch)
                 seed_everything(stream(seed, epoch, micro_batch[0][0], MICRO_BATCH))
-                self._drawn = samples_of(micro_batch)
+                self._drawn, self._computed = samples_of(micro_batch), False
                 yield collated
             self._result = self._worker.left()
         except GeneratorExit:
@@ -332,7 +342,8 @@ class Run:
     def backward(self, loss: Tensor, *, weight: float | None = None) -> None:
         """Compute the gradients of ``loss``, the mean over this micro-batch.
 
-        ``weight`` is the mean's denominator where it is not the number of samples (tokens, say); 0 is legal.
+        ``weight`` is the mean's denominator where it is not the number of samples (tokens, say); 0 is legal. A
+        micro-batch may be computed in parts, each with its weight.
         """
         if self._worker.inside is not Kind.TRAIN or not self._drawn:
             raise UsageError(
@@ -344,6 +355,12 @@ class Run:
         weighs = float(self._drawn if weight is None else weight)
         if not (weighs >= 0 and math.isfinite(weighs)):
             raise UsageError(f"weight is {weight!r}: give the number of samples or tokens behind the loss, 0 or more")
+        if weight is None and self._computed:
+            raise UsageError(
+                "backward was called twice for one micro-batch: add the losses up and call it once, "
+                "or give each call the weight= of its part"
+            )
+        self._computed = True
         self._worker.training.backward(loss.reshape(()), weighs)
         self._worker.contributed(weighs, loss.detach().reshape(()).to(torch.float64) * weighs)
 
@@ -377,7 +394,7 @@ class Run:
         try:
             with torch.no_grad(), self._worker.training.plain():
                 for micro_batch in self._micro_batches(Kind.EVALUATE, dataset, size, collate_fn, loader):
-                    total, count = (float(value) for value in measure(micro_batch))
+                    total, count = _measured(measure(micro_batch))
                     if not (count >= 0 and math.isfinite(count)):
                         raise UsageError(
                             f"evaluate's measure returned count={count}: return (sum, count), count 0 or more"
@@ -465,6 +482,17 @@ def _left_by_break(frame: FrameType) -> bool:
     An exception is a crash of this worker, or caught by the script: then the phase is ended at the next call.
     """
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] in ("POP_TOP", "POP_ITER")
+
+
+def _measured(answer: Any) -> tuple[float, float]:
+    """What a user's ``measure`` has returned."""
+    try:
+        total, count = (float(value) for value in answer)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"evaluate's measure returned a {type(answer).__name__}: return (sum, count), two numbers"
+        ) from None
+    return total, count
 
 
 def _as_it_is(epoch: int, length: int) -> range:

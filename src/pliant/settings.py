@@ -143,6 +143,18 @@ def check_checkpoint(address: Any, every: Any) -> None:
         raise UsageError(f"checkpoint_every is {every!r}: give seconds, more than 0")
 
 
+def check_scheduler(scheduler: Any) -> None:
+    """Refuse what cannot be advanced."""
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise UsageError(f"scheduler is a {type(scheduler).__name__}: give one of torch.optim.lr_scheduler")
+
+
+def check_state(state: Any) -> None:
+    """Refuse what has no names."""
+    if state is not None and not isinstance(state, dict):
+        raise UsageError(f"state is a {type(state).__name__}: give a dict, e.g. state={{'best': 0.0}}")
+
+
 def check_model(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse what Pliant cannot train, with the remedy."""
     if isinstance(optimizer, list | tuple):
@@ -161,6 +173,8 @@ def check_model(model: nn.Module, optimizer: Optimizer) -> None:
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if not trained:
         raise UsageError("no parameter of the optimizer requires a gradient: nothing can be trained")
+    if not {id(p) for p in trained} & {id(p) for p in model.parameters()}:
+        raise UsageError("the optimizer has no parameter of this model: make it from model.parameters()")
     for p in trained:
         if type(p.data) is not torch.Tensor:
             raise UsageError(f"a parameter is a {type(p.data).__name__} (FSDP, DTensor): give join the plain module")

@@ -59,6 +59,8 @@ def test_a_batch_that_is_no_positive_whole_number(batch: Any) -> None:
         ({"correction": "hope"}, "correction is 'hope': choose one of 'lookahead', 'none'"),
         ({"rates": "cubic"}, "rates is 'cubic': choose one of"),
         ({"schedule_by": "round"}, "schedule_by is 'round': choose"),
+        ({"scheduler": 3}, "scheduler is a int: give one of torch.optim.lr_scheduler"),
+        ({"state": [0.0]}, "state is a list: give a dict"),
         ({"clip_norm": 0.0}, "clip_norm is 0.0: give a positive number"),
         ({"dead_after": 0}, "dead_after is 0: give seconds, at least 0.5"),
     ],
@@ -89,6 +91,11 @@ def frozen() -> nn.Module:
         (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), torch.optim.SGD, "0 has sparse=True: build it with"),
         (lambda: wrapped(nn.Linear(2, 2)), torch.optim.SGD, "wrapped in DistributedDataParallel: .* model.module"),
         (lambda: nn.DataParallel(nn.Linear(2, 2)), torch.optim.SGD, "wrapped in DataParallel: .* model.module"),
+        (
+            lambda: nn.Linear(2, 2),
+            lambda p: torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1),
+            "the optimizer has no parameter of this model",
+        ),
         (frozen, torch.optim.SGD, "no parameter of the optimizer requires a gradient"),
     ],
 )
@@ -182,6 +189,32 @@ def loop(run: pliant.Run, model: nn.Module, samples: Any = None, size: Any = 4, 
         run.step()
 
 
+def own_backward(run: pliant.Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for x, y in run.batches(dataset(), size=4):
+        F.cross_entropy(model(x), y).backward()
+        run.step()
+
+
+def own_backward_after_some(run: pliant.Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for number, (x, y) in enumerate(run.batches(dataset(), size=4)):
+        loss = F.cross_entropy(model(x), y)
+        if number < 3:
+            run.backward(loss)
+        else:
+            loss.backward()
+        run.step()
+
+
+def two_losses(run: pliant.Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for x, y in run.batches(dataset(), size=4):
+        run.backward(F.cross_entropy(model(x), y))
+        run.backward(model(x).square().mean())
+
+
+def measure_without_count(run: pliant.Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    run.evaluate(lambda batch: model(batch[0]).sum(), dataset(), size=4)
+
+
 def no_epochs(run: pliant.Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     next(iter(run.epochs()))
 
@@ -204,6 +237,10 @@ LOOPS: list[tuple[Script, str]] = [
     (left_over_zero_grad, CLEARED),
     (zero_grad_before_step, CLEARED),
     (zero_grad_to_zero, CLEARED),
+    (own_backward, r"gradients were computed without Pliant.*: replace loss.backward\(\) by run.backward\(loss\)"),
+    (own_backward_after_some, "gradients were (computed without Pliant|cleared or replaced by the script)"),
+    (two_losses, "backward was called twice for one micro-batch: add the losses up"),
+    (measure_without_count, r"evaluate's measure returned a Tensor: return \(sum, count\), two numbers"),
     (nested, "batches was called while another loop over batches is open: finish or break it first"),
     (evaluate_in_evaluate, "evaluate was called inside evaluate: finish the first one"),
     (lambda run, model, _: loop(run, model, Stream()), "IterableDataset has no positions .*: use a map-style"),
@@ -342,7 +379,7 @@ def test_a_loss_that_is_not_finite_is_skipped(workers: int) -> None:
                 run.backward(loss * math.inf if run.round == 1 and handle.place == workers - 1 else loss)
                 if run.step():
                     after[run.round] = [p.detach().clone() for p in model.parameters()]
-                    assert (run.loss is None) == (run.round == 2)
+                    assert math.isnan(run.loss) == (run.round == 2)
             assert run.samples == 40
         assert [outcome.applied for outcome in handle.record.outcomes] == [True, False, True, True, True]
         assert all(torch.equal(p, q) for p, q in zip(after[1], after[2], strict=True))

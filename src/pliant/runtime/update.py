@@ -272,7 +272,7 @@ class Training:
         if self._clip_norm is not None:
             square = sum(float(norm) ** 2 for norm in torch._foreach_norm(own)) * mean * mean
         scale = mean * (1.0 if square is None else self._clipped(math.sqrt(square)))
-        if scale != 1.0:
+        if scale != 1.0 and own:
             torch._foreach_mul_(own, scale)
         return square
 

@@ -24,7 +24,12 @@ _ALIGN = 16
 
 _ZERO_GRAD = (
     "the gradients were cleared or replaced by the script: remove optimizer.zero_grad() "
-    "(and anything else that sets p.grad) from the loop; Pliant clears them after each update"
+    "(and anything else that changes p.grad; clipping is join(clip_norm=…)) from the loop; "
+    "Pliant clears them after each update"
+)
+_OWN_BACKWARD = (
+    "gradients were computed without Pliant, which does not know how many samples they stand for: "
+    "replace loss.backward() by run.backward(loss)"
 )
 
 
@@ -89,6 +94,8 @@ class Gradients:
         self._spare: Buffer | None = None
         self._filling: Buffer | None = None
         self._versions: list[int] = []
+        self._left_over = self._loose_versions()
+        """without a group: what the last update, or the script before its first round, has left in ``p.grad``"""
         self._making = _Making(self.parameters, 2 if overlaps else 1) if grouped else None
 
     def _begin(self) -> None:
@@ -101,7 +108,7 @@ class Gradients:
     def _attach(self) -> None:
         """Point every ``p.grad`` at the buffer to be filled."""
         if self._filling is None:
-            self._versions = []
+            self._versions, self._left_over = [], self._loose_versions()
             return
         self._show()
         self._filling.versions = [view._version for view in self._filling.views]
@@ -117,15 +124,22 @@ class Gradients:
         self._begin()
         if self._filling is None:
             if not self._versions:
+                now = self._loose_versions()
+                if any(version not in (-1, left) for version, left in zip(now, self._left_over, strict=True)):
+                    raise UsageError(_OWN_BACKWARD)
                 # As late as a plain loop clears them: freed earlier, their memory is cut up by other tensors.
                 for p in self.parameters:
                     p.grad = None
+                self._left_over = [-1] * len(now)
             elif self._versions != self._loose_versions():
                 raise UsageError(_ZERO_GRAD)
             return
         for p, view, version in zip(self.parameters, self._filling.views, self._versions, strict=True):
-            if p.grad is not view or view._version != version:
+            if p.grad is not view:
                 raise UsageError(_ZERO_GRAD)
+            if view._version != version:
+                untouched = self._versions == self._filling.versions
+                raise UsageError(_OWN_BACKWARD if untouched and bool(view.any()) else _ZERO_GRAD)
 
     def accumulated(self) -> None:
         """A ``backward`` has just run: remember how the gradients look."""
