@@ -15,8 +15,8 @@ from msgspec.structs import replace
 import pliant.core.eras
 import pliant.core.roster
 from pliant.control.client import Link
-from pliant.core import ledger, losses, rounds
-from pliant.core.rounds import Entry
+from pliant.core import ledger, losses, regrouping
+from pliant.core.regrouping import Entry
 from pliant.runtime.eras import Eras
 from pliant.runtime.place import EraBroken
 from pliant.runtime.takeover import Takeover
@@ -42,12 +42,12 @@ def broken(name: str) -> Iterator[None]:
 
 def skip_void() -> list[Patch]:
     """An unplanned era goes on with the number that a lost worker may have applied."""
-    regrouped = rounds.regrouped
+    regrouped = regrouping.regrouped
 
     def without(group: Any, *arguments: Any) -> Any:
         return replace(regrouped(group, *arguments), round=group.round)
 
-    return [(rounds, "regrouped", without)]
+    return [(regrouping, "regrouped", without)]
 
 
 def reuse_attempt() -> list[Patch]:

@@ -26,10 +26,13 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 from torch import Tensor
 
-from pliant.core import drift, rounds, tickets
+from pliant.core import agreement, drawing, drift, regrouping, rounds, standings, tickets
+from pliant.core.agreement import Mismatch
+from pliant.core.group import Group, Past, Standing, founded
 from pliant.core.ledger import MicroBatch, samples_of
 from pliant.core.members import CHECKPOINTS_KEPT
-from pliant.core.rounds import Entry, Group, Mismatch, Past, Settled, Standing
+from pliant.core.regrouping import Entry
+from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.errors import Drifted, Left, NonFiniteLoss, Refused, RunEnded, UsageError
 from pliant.runtime import eras as changes
@@ -308,7 +311,7 @@ class Worker:
             self._contribution, self._flight = Contribution(self._clock()), None
         self.group = group
         self._turned = group.exchange
-        plan = rounds.agreed_plan(group, gathered)
+        plan = agreement.agreed_plan(group, gathered)
         if plan is not None:
             self._switch(plan)
 
@@ -394,7 +397,7 @@ class Worker:
         self._settle()
 
     def _speaks(self, phase: int) -> bool:
-        return self.group.phase.number == phase and rounds.speaks(self.group, self._member)
+        return self.group.phase.number == phase and drawing.speaks(self.group, self._member)
 
     def upcoming(self) -> tuple[MicroBatch, ...]:
         """What this worker will draw after the last drawn micro-batch, as far as it is dealt."""
@@ -455,14 +458,14 @@ class Worker:
                 continue
             self._finish_draining()
             gathered, bitmap = self._exchange(self._ticket(Kind.END, Flag.OPENING), 0, [])
-            if gathered[rounds.opening(gathered).index(True)].kind is Kind.END:
+            if gathered[agreement.opening(gathered).index(True)].kind is Kind.END:
                 self._conclude(gathered)
             else:
                 # Others are still in the body of their last loop.
                 self._take_opening(gathered, bitmap)
 
     def _conclude(self, gathered: list[Ticket]) -> None:
-        mismatch = rounds.compared(self.group, gathered)
+        mismatch = agreement.compared(self.group, gathered)
         if mismatch:
             raise Refused(mismatch.reason)
         self.group = rounds.concluded(self.group)
@@ -492,7 +495,7 @@ class Worker:
         drawn = self._drawn()
         if drawn >= hand.granted:
             return None
-        bounds = rounds.allowance(self.group, self._member, 1 if self._flight else 0)
+        bounds = drawing.allowance(self.group, self._member, 1 if self._flight else 0)
         mine = self._contribution
         if bounds.micro_batches is not None and mine.micro_batches >= bounds.micro_batches:
             return None
@@ -509,7 +512,7 @@ class Worker:
         """Whether the contribution may be handed in: its share is done, or with an open batch it is not empty."""
         if self._leaving:
             return True
-        bounds = rounds.allowance(self.group, self._member, 1 if self._flight else 0)
+        bounds = drawing.allowance(self.group, self._member, 1 if self._flight else 0)
         if bounds.micro_batches is not None:
             return self._contribution.micro_batches >= bounds.micro_batches
         mine = self._contribution
@@ -531,7 +534,7 @@ class Worker:
             group.phases,
             kind,
             flags,
-            digest=rounds.digest(group),
+            digest=agreement.digest(group),
             exchange=group.exchange,
             plan_term=plan_term,
             plan_era=plan_era,
@@ -674,7 +677,7 @@ class Worker:
             self._eras.fell_behind(self.training, before, leaving=self.standing is Standing.LEAVING)
         if outcome.ended:
             self._turned = self.group.exchange
-            self._awaited = rounds.somebody_came_along(self.group, handed_in)
+            self._awaited = standings.somebody_came_along(self.group, handed_in)
             self._follow_result(outcome)
             self._end_phase(training=training, merged=merged)
         if outcome.plan is not None:
@@ -698,9 +701,9 @@ class Worker:
 
     def _hands_in_at_once(self) -> bool:
         """Whether the following contribution is handed in as its round begins: unless its share has just grown."""
-        if not rounds.speaks(self.group, self._member):
+        if not drawing.speaks(self.group, self._member):
             return False
-        bounds = rounds.allowance(self.group, self._member, 0)
+        bounds = drawing.allowance(self.group, self._member, 0)
         return self._leaving or bounds.micro_batches is None or self._contribution.micro_batches >= bounds.micro_batches
 
     def _merge(self, outcome: Settled, flight: Flight, bitmap: int) -> bool:
@@ -907,7 +910,7 @@ class Worker:
             and group.phase.kind is Kind.TRAIN
             and not group.phase.seen
             and self._script.is_at(self.group)
-            and rounds.speaks(group, self._member)
+            and drawing.speaks(group, self._member)
         )
 
     def _gathered_nothing(self, summation: Any) -> None:
@@ -1028,7 +1031,7 @@ class Worker:
             raise UsageError("the run goes on from a checkpoint, but this script calls join without checkpoint=…")
         found = self._saving.restored(names, self.training, self._carried, self.group)
         limit = self.group.samples_limit
-        self.group = replace(rounds.restored(found.handed.group, self.me, last_round), samples_limit=limit)
+        self.group = replace(regrouping.restored(found.handed.group, self.me, last_round), samples_limit=limit)
         self._restored, self._restored_call = found.users_state, top_level_calls(self.group)
         self._undrained = found.handed.undrained
         now = self._clock()
@@ -1070,7 +1073,7 @@ class Worker:
             self._depart()
             return
         before = self.group
-        self.group = rounds.switched(before, seat.era, seat.roster)
+        self.group = regrouping.switched(before, seat.era, seat.roster)
         self._channel = seat.channel
         handed = changes.encoded(self._handed())
         self._entered(seat, None)
@@ -1169,7 +1172,7 @@ class Worker:
             self._heard(lambda: eras.share(seat.channel, look))
             self._channel = seat.channel
             limit = self.group.samples_limit
-            self.group = replace(rounds.founded(self.group.policy, seat.era, seat.roster), samples_limit=limit)
+            self.group = replace(founded(self.group.policy, seat.era, seat.roster), samples_limit=limit)
             self._witness.joined(seat.records)
             self._entered(seat, None)
             return
@@ -1199,7 +1202,7 @@ class Worker:
             while not summation.wait(_LOOK_S):
                 look()
             entries = [changes.unpacked_entry(data) for data in self._heard(summation.tickets)]
-            group = rounds.regrouped(group, seat.era, seat.roster, entries)
+            group = regrouping.regrouped(group, seat.era, seat.roster, entries)
         keep = not holds and self.group.exchange == handed.group.exchange and self.group.era == handed.group.era
         eras.trust_own_state(handed.group, was_active=self.standing is Standing.ACTIVE)
         self._channel = seat.channel
@@ -1276,7 +1279,7 @@ class Worker:
         self._witness.moved(eras.place.link)
         now = self._clock()
         self._flight, self._contribution, self._suspended = None, Contribution(now), []
-        self.group = rounds.founded(self.group.policy, 0, (self.me,))
+        self.group = founded(self.group.policy, 0, (self.me,))
         self.group = replace(self.group, standings=(Standing.FOLLOWING,))
         self.training.back()
         self.training.cancel_look_ahead()
