@@ -157,14 +157,19 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         outcome = replace(outcome, verdict=verdict) if verdict is not None else outcome
     if ended:
         return _closed(group, phase, result), outcome
+    return _dealt_on(before, replace(group, open=(*group.open[:-1], phase)), outcome)
+
+
+def _dealt_on(before: Group, group: Group, outcome: Settled) -> tuple[Group, Settled]:
+    """Deal what comes after a round that does not end its phase; who has its first samples then has not seen it."""
     # Where the overlap ends, this is for the very next round: whoever merely goes along may have done so already.
     overlap_ends = before.choice.turning and not group.choice.turning
-    group = drawing.dealt(replace(group, open=(*group.open[:-1], phase)), spares=not overlap_ends)
+    group = drawing.dealt(group, spares=not overlap_ends)
     if outcome.seen:
-        hands = group.phase.ledger.hands
-        if any(hand.granted and not took for hand, took in zip(hands, took_part, strict=True)):
+        phase = group.phase
+        if any(hand.granted and not took for hand, took in zip(phase.ledger.hands, phase.took_part, strict=True)):
             # Somebody who went along until now has just been dealt its first samples: it is in no loop body yet.
-            group = replace(group, open=(*group.open[:-1], replace(group.phase, seen=False)))
+            group = replace(group, open=(*group.open[:-1], replace(phase, seen=False)))
             outcome = replace(outcome, seen=False)
     return group, outcome
 
