@@ -93,7 +93,7 @@ class Lookout:
         return self._clock() - start
 
     def wait_briefly(self, summation: Any, at_most_s: float) -> float:
-        """The same for so long at most, with no rest; the seconds it took."""
+        """The same for so long at most, without a rest: the update that it is for has not been made."""
         start = self._clock()
         while not summation.wait(LOOK_S) and self._clock() - start < at_most_s:
             self.look()
@@ -108,7 +108,7 @@ class Lookout:
             self._sleep(LOOK_S)
 
     def wait_blindly(self, over: Callable[[], bool], at_most_s: float) -> None:
-        """Wait for what comes after this worker's last era."""
+        """Wait for so long at most without a look: this worker's last era is over."""
         deadline_s = self._clock() + at_most_s
         while not over() and self._clock() < deadline_s:
             self._sleep(LOOK_S)
