@@ -62,7 +62,7 @@ def trained(directory: str, rounds: int) -> Course:
     model = make_model(MODEL, device)
     optimizer = make_optimizer(model)
     with pliant.join(model, optimizer, batch=BATCH, checkpoint=directory, checkpoint_every=EVERY_S) as run:
-        saving = run._worker._saving
+        saving = run._worker._checkpoints.saving
         assert saving is not None
         _watch(saving, course)
         used_s, main_s = cpu_s(), time.thread_time()

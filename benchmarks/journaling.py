@@ -19,9 +19,10 @@ from tempfile import TemporaryDirectory
 from benchmarks.results import Trial
 from benchmarks.statistics import clocked
 from pliant.core import journal, rounds
+from pliant.core.agreement import Mismatch
 from pliant.core.audit import audit
+from pliant.core.group import Group, Policy, founded
 from pliant.core.ledger import samples_of
-from pliant.core.rounds import Group, Mismatch, Policy
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.runtime.journaling import JournalFile, history
 from pliant.runtime.status import Tally
@@ -105,7 +106,7 @@ def played(count: int, cost: Cost) -> Iterator[list[bytes]]:
     """The records of so many rounds, in portions, as one worker tells them."""
     chance, line = random.Random(0), _Line()
     reporter = Reporter(line)
-    group = rounds.founded(Policy(BATCH, momentum=0.9), 1, [WorkerId(f"w{i}") for i in range(WORKERS)])
+    group = founded(Policy(BATCH, momentum=0.9), 1, [WorkerId(f"w{i}") for i in range(WORKERS)])
     reporter.era(group, None, sends=True)
     epoch = 0
     while group.round < count:

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pliant import data, settings
+from pliant.core.group import Past
 from pliant.core.ledger import samples_of
 from pliant.core.rates import Rule
-from pliant.core.rounds import Past
 from pliant.core.tickets import Kind
 from pliant.errors import PliantError, UsageError, boundary, without_own_frames
 from pliant.runtime import membership

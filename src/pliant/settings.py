@@ -16,8 +16,8 @@ from torch.optim import LBFGS, Adam, AdamW, Optimizer, SparseAdam
 
 from pliant.core import overlap
 from pliant.core import rates as rules
+from pliant.core.group import Policy
 from pliant.core.rates import Rule
-from pliant.core.rounds import Policy
 from pliant.errors import UsageError
 from pliant.runtime.update import momentum_of
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pliant.core.rounds import Policy
+from pliant.core.group import Policy
 from pliant.errors import UsageError
 from pliant.runtime.membership import Offer, formed
 from pliant.tensors import cuda

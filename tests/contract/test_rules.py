@@ -8,10 +8,13 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from pliant.core import journal, noise, rates, rounds
+from pliant.core import agreement, journal, noise, rates, regrouping, rounds
+from pliant.core.agreement import Mismatch
+from pliant.core.group import Group, Policy, founded
 from pliant.core.rates import RULES, Rule
+from pliant.core.regrouping import Entry
 from pliant.core.replay import Replay
-from pliant.core.rounds import Entry, Group, Mismatch, Policy, Settled
+from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.runtime import eras
 from pliant.runtime.witness import Reporter
@@ -45,12 +48,12 @@ class Training:
         self.lines = Lines()
         self.reporter = Reporter(self.lines)
         policy = Policy(REFERENCE, floating=True, at_most=4096, rule=rule, momentum=0.9)
-        self.group = rounds.founded(policy, 1, ROSTER)
+        self.group = founded(policy, 1, ROSTER)
         self.measured = (0, 0.0)
         self.outcomes: list[Settled] = []
         self.reporter.era(self.group, None, sends=True)
         openings = [
-            Ticket(1, 0, 0, Kind.TRAIN, Flag.OPENING, length=LENGTH, size=64, digest=rounds.digest(self.group))
+            Ticket(1, 0, 0, Kind.TRAIN, Flag.OPENING, length=LENGTH, size=64, digest=agreement.digest(self.group))
             for _ in ROSTER
         ]
         opened = rounds.opened(self.group, openings)
@@ -79,7 +82,7 @@ class Training:
                     sum_s=0.01,
                     loss_sum=0.5 * samples,
                     squared_norm=1.0 + 200.0 / samples if samples else 0.0,
-                    digest=rounds.digest(group),
+                    digest=agreement.digest(group),
                     # One member alone has taken the norm: a newcomer is in the first place, say.
                     measured_round=self.measured[0] if member == 1 else 0,
                     measured_norm=self.measured[1],
@@ -124,7 +127,7 @@ def test_two_runs_on_the_same_tickets_decide_alike(rule: Rule) -> None:
     first, second = Training(rule), Training(rule)
     for _ in range(ROUNDS):
         assert first.round() == second.round()
-        assert first.group == second.group and rounds.digest(first.group) == rounds.digest(second.group)
+        assert first.group == second.group and agreement.digest(first.group) == agreement.digest(second.group)
 
 
 @every_rule
@@ -161,9 +164,9 @@ def test_what_was_learned_goes_on_after_eras_and_reaches_newcomers_bit_for_bit(r
     for _ in range(25):
         training.round()
     before = training.group
-    joined = rounds.switched(before, 2, [*ROSTER, WorkerId("w3")])
+    joined = regrouping.switched(before, 2, [*ROSTER, WorkerId("w3")])
     entries = [Entry(True, (1,), (0,)), Entry(True, (1,), (0,)), Entry(False)]
-    regrouped = rounds.regrouped(joined, 3, [ROSTER[0], ROSTER[2], WorkerId("w4")], entries)
+    regrouped = regrouping.regrouped(joined, 3, [ROSTER[0], ROSTER[2], WorkerId("w4")], entries)
     for after in (joined, regrouped):
         assert (after.rate, after.noise, after.scheduled) == (before.rate, before.noise, before.scheduled)
         assert after.policy.rule == rule

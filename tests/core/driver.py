@@ -2,7 +2,7 @@
 
 Question  What does the real decision code do with workers of given speeds, and what gets journaled?
 Holds     Deterministic. Each worker is a coroutine that follows runtime/worker.py line by line: it draws what
-          ``rounds.allowance`` and its grants permit, hands in, settles, or goes along; a summation is over ``sum_s``
+          ``drawing.allowance`` and its grants permit, hands in, settles, or goes along; a summation is over ``sum_s``
           after the last worker has handed in. Every worker keeps its own ``Group`` and makes its own journal with the
           real ``Reporter``. ``World`` plays the coordinator: workers are killed, join and leave, era follows era.
 """
@@ -16,10 +16,13 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from pliant.core import journal, rounds
+from pliant.core import agreement, drawing, journal, regrouping, rounds
+from pliant.core.agreement import Mismatch
+from pliant.core.group import Group, Past, Policy, Standing, founded
 from pliant.core.journal import Record
 from pliant.core.ledger import MicroBatch, samples_of
-from pliant.core.rounds import Entry, Group, Mismatch, Past, Policy, Settled, Standing
+from pliant.core.regrouping import Entry
+from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.runtime.witness import Reporter
 from pliant.types import WorkerId
@@ -406,7 +409,7 @@ class VirtualWorker:
             self._contribution, self._flight = Contribution(self.now_s), None
         self.group = group
         self.states.append(group)
-        plan = rounds.agreed_plan(group, gathered)
+        plan = agreement.agreed_plan(group, gathered)
         if plan is not None:
             self._switch(plan)
 
@@ -437,7 +440,7 @@ class VirtualWorker:
         return any(each.number == phase for each in self.group.open)
 
     def _speaks(self, phase: int) -> bool:
-        return self.group.phase.number == phase and rounds.speaks(self.group, self.place)
+        return self.group.phase.number == phase and drawing.speaks(self.group, self.place)
 
     def _abandoned(self, phase: int) -> Steps:
         while self._inside(phase) and not self._speaks(phase):
@@ -477,7 +480,7 @@ class VirtualWorker:
             self._conclude(_all(exchange))
 
     def _conclude(self, gathered: list[Ticket]) -> None:
-        mismatch = rounds.compared(self.group, gathered)
+        mismatch = agreement.compared(self.group, gathered)
         assert mismatch is None, mismatch.reason
         self.group = rounds.concluded(self.group)
         self.states.append(self.group)
@@ -492,7 +495,7 @@ class VirtualWorker:
         drawn = mine.micro_batches + (self._flight.drawn if self._flight else 0)
         if drawn >= hand.granted:
             return None
-        bounds = rounds.allowance(self.group, self.place, 1 if self._flight else 0)
+        bounds = drawing.allowance(self.group, self.place, 1 if self._flight else 0)
         if bounds.micro_batches is not None and mine.micro_batches >= bounds.micro_batches:
             return None
         micro_batch = hand.queue[drawn]
@@ -508,7 +511,7 @@ class VirtualWorker:
     def _complete(self) -> bool:
         if self._stops():
             return True
-        bounds = rounds.allowance(self.group, self.place, 1 if self._flight else 0)
+        bounds = drawing.allowance(self.group, self.place, 1 if self._flight else 0)
         if bounds.micro_batches is not None:
             return self._contribution.micro_batches >= bounds.micro_batches
         return self._contribution.micro_batches > 0 or self._next() is None
@@ -526,7 +529,7 @@ class VirtualWorker:
             group.phases,
             kind,
             flags,
-            digest=rounds.digest(group),
+            digest=agreement.digest(group),
             exchange=group.exchange,
             plan_term=plan_term,
             plan_era=plan_era,
@@ -615,9 +618,9 @@ class VirtualWorker:
         return outcome
 
     def _hands_in_at_once(self) -> bool:
-        if not rounds.speaks(self.group, self.place):
+        if not drawing.speaks(self.group, self.place):
             return False
-        bounds = rounds.allowance(self.group, self.place, 0)
+        bounds = drawing.allowance(self.group, self.place, 0)
         return self.leaving or bounds.micro_batches is None or self._contribution.micro_batches >= bounds.micro_batches
 
     # going along
@@ -665,7 +668,7 @@ class VirtualWorker:
         roster = self._world.plans[plan[1]].roster
         if self.me not in roster:
             raise Left
-        self.group = rounds.switched(self.group, plan[1], roster)
+        self.group = regrouping.switched(self.group, plan[1], roster)
         self._world.switch(self.group, self.witness.records)
         self._enter(None)
 
@@ -729,16 +732,16 @@ class World:
         late = {change.member for change in scene.happens if change.what == "join"}
         founders = [member for member in range(len(scene.speeds)) if member not in late]
         roster = tuple(WorkerId(f"w{member}") for member in founders)
-        founded = replace(rounds.founded(scene.policy, 1, roster), samples_limit=scene.samples_limit)
+        first = replace(founded(scene.policy, 1, roster), samples_limit=scene.samples_limit)
         self.workers: list[VirtualWorker] = []
         self._running: dict[int, Steps] = {}
         for member in range(len(scene.speeds)):
-            group = founded if member in founders else rounds.founded(scene.policy, 0, (WorkerId(f"w{member}"),))
+            group = first if member in founders else founded(scene.policy, 0, (WorkerId(f"w{member}"),))
             worker = VirtualWorker(self, member, group)
             worker.replicates = replicates
             self.workers.append(worker)
             if member in founders:
-                worker.found(self.channel(founded))
+                worker.found(self.channel(first))
                 self._start(worker, 0.0)
             else:
                 worker.alive = False
@@ -924,7 +927,7 @@ class World:
             for worker in members
         ]
         self._last_era += 1
-        group = rounds.regrouped(handed, self._last_era, [worker.me for worker in members], entries)
+        group = regrouping.regrouped(handed, self._last_era, [worker.me for worker in members], entries)
         for worker in members:
             worker.now_s = self._now_s
             worker.regroup(group, records, entries)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pliant.core import overlap
+from pliant.core.group import Policy
 from pliant.core.rates import RULES
-from pliant.core.rounds import Policy
 from pliant.core.tickets import Kind
 
 SPEEDS = st.sampled_from([1.0, 3.0, 10.0, 10.0, 25.0, 40.0, 100.0, 160.0])

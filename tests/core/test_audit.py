@@ -16,6 +16,7 @@ from scenes import scenes
 
 from pliant.core import journal
 from pliant.core.audit import Report, audit
+from pliant.core.group import Policy
 from pliant.core.journal import (
     EndRecord,
     EraRecord,
@@ -28,7 +29,6 @@ from pliant.core.journal import (
     RunRecord,
     TicketLine,
 )
-from pliant.core.rounds import Policy
 from pliant.core.tickets import Flag, Kind
 from pliant.errors import JournalError
 

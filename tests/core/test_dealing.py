@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from scenes import scenes
 
-from pliant.core import dealing, ledger, overlap, rounds
+from pliant.core import dealing, ledger, overlap, regrouping
+from pliant.core.group import OpenPhase, Policy, founded
 from pliant.core.journal import PhaseEndRecord, PhaseRecord, RoundRecord
 from pliant.core.ledger import samples_of
 from pliant.core.pace import Pace, Pacing
-from pliant.core.rounds import OpenPhase, Policy
 from pliant.core.shares import shares
 from pliant.core.tickets import Flag, Kind
 from pliant.types import WorkerId
@@ -124,11 +124,11 @@ def test_nor_does_it_while_it_tries_the_other_delay(scene: Scene, times: int) ->
 def test_who_is_left_alone_may_hand_in_all_that_it_may_have_drawn(at_most: int | None, quota: int, free: int) -> None:
     """Also where more was drawn than pays by now: the bound of what pays changes from round to round."""
     names = WorkerId("w0"), WorkerId("w1")
-    group = rounds.founded(Policy(8, floating=True, at_most=at_most, delay=1), 1, names)
+    group = founded(Policy(8, floating=True, at_most=at_most, delay=1), 1, names)
     here = (True, True)
     held = ledger.grant(ledger.deal(ledger.opened(12, 2), 0, (4, 4, 4)), 0, 3)
     phase = OpenPhase(1, Kind.TRAIN, 0, 12, (4, 4), (0, 0), held, here, here)
-    alone = rounds.switched(replace(group, open=(phase,), phases=1, paying=2, exchange=3), 2, names[:1])
+    alone = regrouping.switched(replace(group, open=(phase,), phases=1, paying=2, exchange=3), 2, names[:1])
     assert alone.phase.ledger.hands[0].quotas == (quota,)
     assert alone.phase.ledger.free == free
 

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pliant.core import drift, ledger, rounds
+from pliant.core import agreement, drawing, drift, ledger, regrouping, rounds
 from pliant.core.audit import audit
 from pliant.core.drift import Drift
+from pliant.core.group import Group, Policy, Standing, founded
 from pliant.core.journal import DriftLine, Record, RoundRecord, decode
-from pliant.core.rounds import Group, Policy, Settled, Standing
+from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.runtime.witness import Reporter
 from pliant.types import WorkerId
@@ -100,9 +101,9 @@ class Course:
     def __init__(self, policy: Policy) -> None:
         self.line = Line()
         self.witness = Reporter(self.line)
-        self.group = rounds.founded(policy, 1, ROSTER[:3])
+        self.group = founded(policy, 1, ROSTER[:3])
         self.witness.era(self.group, None, sends=True)
-        opening = Ticket(1, 0, 0, Kind.TRAIN, Flag.OPENING, length=400, size=4, digest=rounds.digest(self.group))
+        opening = Ticket(1, 0, 0, Kind.TRAIN, Flag.OPENING, length=400, size=4, digest=agreement.digest(self.group))
         opened = rounds.opened(self.group, [opening] * 3)
         assert isinstance(opened, Group)
         self.group = opened
@@ -132,7 +133,7 @@ class Course:
             samples=samples,
             weight=float(samples),
             busy_s=0.01,
-            digest=rounds.digest(group),
+            digest=agreement.digest(group),
             weights_round=at,
             weights=digest,
         )
@@ -159,7 +160,7 @@ def test_it_follows_gives_its_hand_back_and_comes_back_when_it_is_ready(course: 
     assert outcome.drift is not None and outcome.drift.healed == (1,) and not outcome.seen
     assert group.standings == (Standing.ACTIVE, Standing.FOLLOWING, Standing.ACTIVE)
     assert group.offences == ((ROSTER[1], 1),)
-    assert not group.phase.ledger.hands[1].queue and not rounds.speaks(group, 1)
+    assert not group.phase.ledger.hands[1].queue and not drawing.speaks(group, 1)
     assert course.settle([7, 0, 7], at=1).drift is None
     course.settle([7, 0, 7], at=1, ready=1)
     assert course.group.standings[1] is Standing.ACTIVE
@@ -201,8 +202,8 @@ def test_at_the_end_of_a_phase_nobody_is_named(course: Course) -> None:
 def test_who_is_gone_is_forgotten(course: Course) -> None:
     course.settle()
     course.settle([7, 8, 7], at=1)
-    assert rounds.switched(course.group, 2, (ROSTER[0], ROSTER[1])).offences == ((ROSTER[1], 1),)
-    assert rounds.switched(course.group, 2, (ROSTER[0], ROSTER[2])).offences == ()
+    assert regrouping.switched(course.group, 2, (ROSTER[0], ROSTER[1])).offences == ((ROSTER[1], 1),)
+    assert regrouping.switched(course.group, 2, (ROSTER[0], ROSTER[2])).offences == ()
 
 
 def test_nobody_leaves_with_the_state_before_the_healed_one_has_it(course: Course) -> None:
@@ -210,13 +211,13 @@ def test_nobody_leaves_with_the_state_before_the_healed_one_has_it(course: Cours
     course.settle([7, 8, 7], at=1)
     tickets = [replace(course.ticket(member, 0, 0, ready=False), plan_term=1, plan_era=2) for member in range(3)]
     going = [replace(ticket, flags=ticket.flags | Flag.LEAVING) for ticket in tickets]
-    assert rounds.agreed_plan(course.group, tickets) == (1, 2)
-    assert rounds.agreed_plan(course.group, [tickets[0], tickets[1], going[2]]) == (1, 2)
-    assert rounds.agreed_plan(course.group, [going[0], tickets[1], going[2]]) is None
+    assert agreement.agreed_plan(course.group, tickets) == (1, 2)
+    assert agreement.agreed_plan(course.group, [tickets[0], tickets[1], going[2]]) == (1, 2)
+    assert agreement.agreed_plan(course.group, [going[0], tickets[1], going[2]]) is None
     # It is ready, but goes along with this exchange still: what is the user's own comes only now.
     course.settle(ready=1)
     assert course.group.standings[1] is Standing.ACTIVE
     follows = replace(tickets[1], flags=Flag.FOLLOWING)
-    assert rounds.agreed_plan(course.group, [going[0], follows, going[2]]) is None
+    assert agreement.agreed_plan(course.group, [going[0], follows, going[2]]) is None
     computes = replace(tickets[1], flags=Flag.NONE)
-    assert rounds.agreed_plan(course.group, [going[0], computes, going[2]]) == (1, 2)
+    assert agreement.agreed_plan(course.group, [going[0], computes, going[2]]) == (1, 2)

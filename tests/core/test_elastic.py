@@ -1,4 +1,4 @@
-"""Workers are killed, leave and join while the decision code goes on: core.rounds across eras, and its journal."""
+"""Workers are killed, leave and join while the decisions go on: core.rounds and core.regrouping, and the journal."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from scenes import elastic_scenes
 
 from pliant.core.audit import Report, audit
+from pliant.core.group import Policy, Standing
 from pliant.core.journal import (
     EntryLine,
     EraRecord,
@@ -21,7 +22,6 @@ from pliant.core.journal import (
     Record,
     RoundRecord,
 )
-from pliant.core.rounds import Policy, Standing
 from pliant.core.tickets import Flag, Kind
 
 EXAMPLES = 40

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.core import journal
+from pliant.core.group import Policy
 from pliant.core.journal import EndRecord, Record, RoundRecord, RunRecord, TicketLine
-from pliant.core.rounds import Policy
 from pliant.core.tickets import Kind
 from pliant.errors import JournalError
 

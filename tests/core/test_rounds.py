@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from scenes import scenes
 
-from pliant.core import ledger, overlap, rounds
+from pliant.core import agreement, ledger, overlap, rounds
+from pliant.core.agreement import Mismatch
+from pliant.core.group import Group, Policy, founded
 from pliant.core.journal import ExchangeRecord, PhaseEndRecord, PhaseRecord, RoundRecord
-from pliant.core.rounds import Group, Mismatch, Policy
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import WorkerId
 
@@ -218,7 +219,7 @@ def entering(**changed: object) -> Ticket:
     ],
 )
 def test_workers_that_do_different_things_are_named(changed: dict[str, object], said: str) -> None:
-    group = rounds.founded(Policy(4), 1, [WorkerId("w0"), WorkerId("w1")])
+    group = founded(Policy(4), 1, [WorkerId("w0"), WorkerId("w1")])
     answer = rounds.opened(group, [entering(), entering(**changed)])
     assert isinstance(answer, Mismatch)
     assert said in answer.reason
@@ -226,7 +227,7 @@ def test_workers_that_do_different_things_are_named(changed: dict[str, object], 
 
 @pytest.mark.parametrize("outside", [{"kind": Kind.EVALUATE, "length": 7}, {"kind": Kind.END}, {"epoch": 1}])
 def test_in_a_loop_that_has_ended_those_in_its_body_come_first(outside: dict[str, object]) -> None:
-    group = rounds.founded(Policy(4), 1, [WorkerId("w0"), WorkerId("w1")])
+    group = founded(Policy(4), 1, [WorkerId("w0"), WorkerId("w1")])
     inner = entering(kind=Kind.EVALUATE, flags=Flag.OPENING | Flag.INNER)
     for tickets, present in (
         ([inner, entering(**outside)], (True, False)),
@@ -252,15 +253,15 @@ def test_an_open_batch_alone_is_the_reference_batch() -> None:
 def test_where_the_overlap_ends_nothing_is_dealt_to_who_goes_along() -> None:
     """It may have gone along with the very next round already, and would never draw what it is dealt for it."""
     roster = [WorkerId("w0"), WorkerId("w1")]
-    group = rounds.founded(Policy(24, floating=True, delay=overlap.AUTO), 1, roster)
-    opening = Ticket(1, 0, 0, Kind.TRAIN, Flag.OPENING, length=200, size=4, digest=rounds.digest(group))
+    group = founded(Policy(24, floating=True, delay=overlap.AUTO), 1, roster)
+    opening = Ticket(1, 0, 0, Kind.TRAIN, Flag.OPENING, length=200, size=4, digest=agreement.digest(group))
     opened = rounds.opened(group, [opening] * 2)
     assert isinstance(opened, Group)
     held = ledger.give_back(ledger.unbounded(opened.phase.ledger), 1)
     alone = replace(opened.phase, present=(True, False), took_part=(True, False), ledger=held)
     group = replace(opened, open=(alone,), choice=replace(opened.choice, delay=1, turning=True))
     samples = ledger.samples_of(held.hands[0].queue[0])
-    enters = Ticket(1, 0, 1, Kind.TRAIN, Flag.READY | Flag.FOLLOWING, size=4, digest=rounds.digest(group))
+    enters = Ticket(1, 0, 1, Kind.TRAIN, Flag.READY | Flag.FOLLOWING, size=4, digest=agreement.digest(group))
     computes = replace(enters, flags=Flag.NONE, micro_batches=1, samples=samples, weight=float(samples), busy_s=0.01)
     decision = rounds.settled(group, [computes, enters])
     assert isinstance(decision, tuple)

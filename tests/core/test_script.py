@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from pliant.core import ledger, rounds
-from pliant.core.rounds import Group, OpenPhase, Past, Policy
+from pliant.core import ledger
+from pliant.core.group import Group, OpenPhase, Past, Policy, founded
 from pliant.core.tickets import Kind
 from pliant.runtime.script import Opening, Script
 from pliant.types import WorkerId
@@ -24,8 +24,8 @@ def open_phase(number: int, kind: Kind, *, inner: bool = False, nested: tuple[Pa
 
 
 def group(*open_: OpenPhase, past: tuple[Past, ...] = ()) -> Group:
-    founded = rounds.founded(Policy(8), 1, (WorkerId("w0"),))
-    return replace(founded, open=open_, past=past, phases=max((phase.number for phase in open_), default=len(past)))
+    start = founded(Policy(8), 1, (WorkerId("w0"),))
+    return replace(start, open=open_, past=past, phases=max((phase.number for phase in open_), default=len(past)))
 
 
 def test_calls_that_the_group_is_past_are_answered_one_after_another() -> None:

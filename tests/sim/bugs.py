@@ -15,12 +15,15 @@ from msgspec.structs import replace
 import pliant.core.eras
 import pliant.core.roster
 from pliant.control.client import Link
-from pliant.core import ledger, losses, rounds
-from pliant.core.rounds import Entry
+from pliant.core import ledger, losses, regrouping
+from pliant.core.regrouping import Entry
+from pliant.runtime.bounds import Bounds
 from pliant.runtime.eras import Eras
-from pliant.runtime.place import EraBroken
+from pliant.runtime.exchanges import Exchanges
+from pliant.runtime.place import EraBroken, Evicted
 from pliant.runtime.takeover import Takeover
 from pliant.runtime.witness import Reporter
+from pliant.runtime.work import Work
 from pliant.runtime.worker import Worker
 
 Patch = tuple[Any, str, Any]
@@ -42,12 +45,12 @@ def broken(name: str) -> Iterator[None]:
 
 def skip_void() -> list[Patch]:
     """An unplanned era goes on with the number that a lost worker may have applied."""
-    regrouped = rounds.regrouped
+    regrouped = regrouping.regrouped
 
     def without(group: Any, *arguments: Any) -> Any:
         return replace(regrouped(group, *arguments), round=group.round)
 
-    return [(rounds, "regrouped", without)]
+    return [(regrouping, "regrouped", without)]
 
 
 def reuse_attempt() -> list[Patch]:
@@ -58,17 +61,18 @@ def reuse_attempt() -> list[Patch]:
 
 def settle_after_stopped() -> list[Patch]:
     """A sum that comes in after ``stopped`` was said is applied all the same."""
-    regroup = Worker._regroup
+    go_on = Worker._go_on
 
-    def late(self: Worker, reason: str) -> None:
-        flight = self._flight
-        self._stop(self.group.era, reason)
-        if flight is not None and flight.summation is not None and flight.summation.over:
-            with suppress(EraBroken, RuntimeError):
-                self._settle()
-        regroup(self, reason)
+    def late(self: Worker, trouble: EraBroken | Evicted) -> None:
+        flight, crossing = self._member.work.flight, self._crossing
+        if isinstance(trouble, EraBroken) and crossing is not None:
+            crossing._stop(self.group.era, str(trouble))
+            if flight is not None and flight.summation is not None and flight.summation.over:
+                with suppress(EraBroken, RuntimeError):
+                    self._exchanges.settle()
+        go_on(self, trouble)
 
-    return [(Worker, "_regroup", late)]
+    return [(Worker, "_go_on", late)]
 
 
 def forget_positions() -> list[Patch]:
@@ -84,16 +88,16 @@ def forget_positions() -> list[Patch]:
 
 def keep_dropped() -> list[Patch]:
     """A contribution whose sum failed is counted as still there."""
-    entry = Worker._entry
+    entry = Work.entry
 
-    def kept(self: Worker, *, active: bool) -> Entry:
+    def kept(self: Work, *, active: bool) -> Entry:
         true = entry(self, active=active)
         both = tuple(dropped + stays for dropped, stays in zip(true.dropped, true.kept, strict=True))
-        if true.dropped and self._flight is not None:
-            self._contribution.micro_batches += self._flight.drawn
+        if true.dropped and self.flight is not None:
+            self.contribution.micro_batches += self.flight.drawn
         return replace(true, dropped=(0,) * len(both), kept=both)
 
-    return [(Worker, "_entry", kept)]
+    return [(Work, "entry", kept)]
 
 
 def early_newcomer() -> list[Patch]:
@@ -125,17 +129,18 @@ def early_eviction() -> list[Patch]:
 
 def leaver_draws_on() -> list[Patch]:
     """A worker that has announced to leave goes on drawing."""
-    following = Worker._next
+    following = Bounds.next
 
-    def draws(self: Worker) -> Any:
-        assert self._eras is not None
-        leaving, self._eras.leaving = self._eras.leaving, False
+    def draws(self: Bounds) -> Any:
+        eras = self._member.eras
+        assert eras is not None
+        leaving, eras.leaving = eras.leaving, False
         try:
             return following(self)
         finally:
-            self._eras.leaving = leaving
+            eras.leaving = leaving
 
-    return [(Worker, "_next", draws)]
+    return [(Bounds, "next", draws)]
 
 
 def no_catching_up() -> list[Patch]:
@@ -145,7 +150,7 @@ def no_catching_up() -> list[Patch]:
 
 def half_settled() -> list[Patch]:
     """A round is not applied when the hand-in of the next one fails."""
-    return [(Worker, "_hand_in_or_remember", Worker._hand_in)]
+    return [(Exchanges, "_hand_in_or_remember", Exchanges.hand_in)]
 
 
 def forgotten_pledge() -> list[Patch]:

@@ -1,7 +1,7 @@
 """The decision code, run again on the tickets that a journal holds.
 
 Question  Do the journaled tickets lead to the journaled decisions?
-Holds     Exactly the functions that the workers ran: ``rounds.opened``, ``settled``, ``switched`` and ``regrouped``.
+Holds     Exactly the functions that the workers ran: those of ``core.rounds`` and ``core.regrouping``.
           After the first difference nothing more is compared, for every later state would differ.
 Source    Invariant 5 of DESIGN; docs/design/0003-journal.md, docs/design/0007-elastic.md.
 """
@@ -12,8 +12,10 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from pliant.core import dealing, rates, rounds
+from pliant.core import dealing, rates, regrouping, rounds
+from pliant.core.agreement import Mismatch
 from pliant.core.drift import Drift
+from pliant.core.group import Group, Policy, Standing, founded
 from pliant.core.journal import (
     CheckpointRecord,
     DriftLine,
@@ -29,7 +31,8 @@ from pliant.core.journal import (
     RunRecord,
     TicketLine,
 )
-from pliant.core.rounds import Entry, Group, Mismatch, Policy, Settled, Standing
+from pliant.core.regrouping import Entry
+from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import Span, WorkerId
 
@@ -107,7 +110,7 @@ class Replay:
             # An era in which nothing was settled is followed by a new beginning.
             if record.entries is not None:
                 return [f"{where}: has entries, but there was no era to come from"]
-            self._group = rounds.founded(_UNKNOWN, record.era, roster)
+            self._group = founded(_UNKNOWN, record.era, roster)
         elif record.entries is None:
             with_samples = any(
                 hand.queue
@@ -116,13 +119,13 @@ class Replay:
                 if worker not in roster
             )
             self._departed = (2 if group.overlap else 1) if with_samples else 0
-            self._group = rounds.switched(group, record.era, roster)
+            self._group = regrouping.switched(group, record.era, roster)
         else:
             entries = [Entry(each.active, tuple(each.dropped), tuple(each.kept)) for each in record.entries]
             problem = _impossible(group, roster, entries)
             if problem is not None:
                 return [f"{where}: {problem}"]
-            self._group = rounds.regrouped(group, record.era, roster, entries)
+            self._group = regrouping.regrouped(group, record.era, roster, entries)
             self._lacking = self._regrouped = self._resumed = True
             if record.void != self._group.round:
                 return [f"{where}: round {record.void} is void, the decision code says {self._group.round}"]
@@ -133,7 +136,7 @@ class Replay:
         group = self._group
         if group is None or group.exchange == 0 or self._ended is not None:
             return [f"the run goes back to checkpoint {record.name}, but there was no state to be written then"]
-        self._group = rounds.restored(group, WorkerId(record.worker), record.round)
+        self._group = regrouping.restored(group, WorkerId(record.worker), record.round)
         self._resumed = True
         return []
 

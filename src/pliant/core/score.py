@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from pliant.core.group import Group
 from pliant.core.journal import (
     FROM_WORKERS,
     CheckpointRecord,
@@ -35,7 +36,7 @@ from pliant.core.journal import (
 )
 from pliant.core.ledger import MicroBatch
 from pliant.core.replay import Replay
-from pliant.core.rounds import Group, Settled
+from pliant.core.rounds import Settled
 from pliant.core.tickets import NOWHERE, Flag, Kind, Point, point
 from pliant.errors import JournalError
 from pliant.types import WorkerId

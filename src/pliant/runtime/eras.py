@@ -18,8 +18,9 @@ import msgspec
 from pliant.control import messages
 from pliant.control.client import Position
 from pliant.control.messages import EraPlan
-from pliant.core import rounds
-from pliant.core.rounds import Entry, Group, Past, Standing
+from pliant.core import drawing
+from pliant.core.group import Group, Past, Standing
+from pliant.core.regrouping import Entry
 from pliant.core.tickets import NOWHERE, Kind, point
 from pliant.runtime import takeover
 from pliant.runtime.place import Place, Seat
@@ -300,7 +301,7 @@ class Eras:
 
         Who leaves needs it no more.
         """
-        computing = [worker for member, worker in enumerate(group.roster) if rounds.speaks(group, member)]
+        computing = [worker for member, worker in enumerate(group.roster) if drawing.speaks(group, member)]
         if leaving and computing:
             self._missed, self._ahead = min(self._missed, group.exchange + 1), frozenset(computing)
         if leaving or self._takeover is not None or not self._carried["state"]:

@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 from pliant.control.client import Link
 from pliant.control.messages import Signature
 from pliant.control.tls import client_context
-from pliant.core import journal, rounds
+from pliant.core import journal
 from pliant.core.endings import QUIET_EXIT
-from pliant.core.rounds import Policy, Standing
+from pliant.core.group import Policy, Standing, founded
 from pliant.errors import Drifted, Left, PliantError, RunEnded, Stopped
 from pliant.runtime.environment import Job, current_job
 from pliant.runtime.eras import Eras
@@ -170,7 +170,7 @@ def _depart(link: Link, error: BaseException) -> None:
 def alone(offer: Offer) -> Membership:
     """A group of one: no coordinator, no journal. It goes on from its last checkpoint, if there is one."""
     me = WorkerId("w0")
-    group = rounds.founded(offer.policy, era=1, roster=(me,))
+    group = founded(offer.policy, era=1, roster=(me,))
     saving = offer.saving(_ALONE)
     worker = Worker(me, group, groups.Alone(), offer.prepared(False), Nobody(), saving=saving, carried=offer.carried)
     names = saving.begun() if saving is not None else []
@@ -250,7 +250,7 @@ def _entered(job: Job, link: Link, offer: Offer) -> Membership:
         come_back,
         lambda: _end_after(job.grace_s),
     )
-    newcomer = rounds.founded(offer.policy, 0, (WorkerId(link.worker),))
+    newcomer = founded(offer.policy, 0, (WorkerId(link.worker),))
     newcomer = replace(newcomer, standings=(Standing.FOLLOWING,))
     training = offer.prepared(True)
     worker = Worker(

@@ -21,10 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pliant.core import rounds
+from pliant.core.group import Group, Past, founded
 from pliant.core.journal import PhaseEndRecord, PolicyRecord
 from pliant.core.ledger import MicroBatch
-from pliant.core.rounds import Group, Past, Settled
+from pliant.core.rounds import Settled
 from pliant.core.score import (
     Agreed,
     Bodies,
@@ -417,7 +417,7 @@ class Player:
         """The script is where the checkpoint was written: hold its state, as every worker did."""
         assert self._saving is not None
         self._start = None
-        asked = rounds.founded(self._policy, self.group.era, self.group.roster)
+        asked = founded(self._policy, self.group.era, self.group.roster)
         found = self._saving.restored([start.checkpoint.name], self.training, self._carried, asked)
         there, here = found.handed.group, self.group
         if (there.era, there.exchange, there.round) != (here.era, here.exchange, here.round):

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pliant.core.rounds import Group
+from pliant.core.group import Group
 from pliant.errors import CheckpointError
 from pliant.runtime import takeover
 from pliant.runtime.eras import Handed

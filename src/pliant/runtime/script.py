@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pliant.core.rounds import Group, Past
+from pliant.core.group import Group, Past
 from pliant.core.tickets import Kind
 
 

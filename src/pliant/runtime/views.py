@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pliant.core.rounds import Group, Settled, Standing
+from pliant.core.group import Group, Standing
+from pliant.core.rounds import Settled
 from pliant.runtime.update import Training
 from pliant.tensors.buffers import Buffers
 from pliant.types import WorkerId

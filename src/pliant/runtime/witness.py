@@ -13,8 +13,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from pliant.core import journal, ledger, rounds
-from pliant.core.rounds import Entry, Group, Settled
+from pliant.core import agreement, journal, ledger
+from pliant.core.group import Group
+from pliant.core.regrouping import Entry
+from pliant.core.rounds import Settled
 from pliant.core.tickets import NOWHERE, Flag, Kind, Ticket
 from pliant.types import Span
 
@@ -150,7 +152,7 @@ class Reporter:
             self._write(policy)
             self._announced = policy
         inside = group.open[-1] if group.open and group.phase.number == group.phases else None
-        present = rounds.opening(openings)
+        present = agreement.opening(openings)
         first = openings[present.index(True)]
         self._write(
             journal.PhaseRecord(

@@ -16,7 +16,9 @@ from typing import Any
 from pliant.core import journal, score
 from pliant.core.audit import audit
 from pliant.core.drift import Drift
-from pliant.core.rounds import Entry, Group, Settled, Standing
+from pliant.core.group import Group, Standing
+from pliant.core.regrouping import Entry
+from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.runtime.witness import Reporter
 from pliant.testing.line import VirtualLink

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pliant.core.rounds import Standing
+from pliant.core.group import Standing
 
 if TYPE_CHECKING:
     from pliant.testing.simulation import Script, Simulation

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pliant.core import rounds, tickets
-from pliant.core.rounds import Group
+from pliant.core import agreement, rounds, tickets
+from pliant.core.group import Group
 from pliant.core.tickets import Ticket
 
 
 @contextmanager
 def remembered() -> Iterator[None]:
-    """Remember the decisions of ``core.rounds`` and the tickets' contents."""
-    originals = rounds.settled, rounds.opened, rounds.digest, tickets.unpack
+    """Remember the decisions of ``core.rounds``, digests and the tickets' contents."""
+    originals = rounds.settled, rounds.opened, agreement.digest, tickets.unpack
     unpacked: dict[bytes, tuple[Ticket, int]] = {}
     digests: dict[int, tuple[Group, int]] = {}
     unpack = tickets.unpack
@@ -38,11 +38,11 @@ def remembered() -> Iterator[None]:
         return found[1]
 
     rounds.settled, rounds.opened = _once(rounds.settled), _once(rounds.opened)
-    rounds.digest, tickets.unpack = digest, seen
+    agreement.digest, tickets.unpack = digest, seen
     try:
         yield
     finally:
-        rounds.settled, rounds.opened, rounds.digest, tickets.unpack = originals
+        rounds.settled, rounds.opened, agreement.digest, tickets.unpack = originals
 
 
 def _once(decide: Callable[[Group, Sequence[Ticket]], Any]) -> Callable[[Group, Sequence[Ticket]], Any]:

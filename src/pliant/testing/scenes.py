@@ -12,8 +12,8 @@ import random
 from msgspec.structs import replace
 
 from pliant.core import overlap
+from pliant.core.group import Policy
 from pliant.core.rates import Rule
-from pliant.core.rounds import Policy
 from pliant.testing.faults import OCCASIONS, Fault
 from pliant.testing.simulation import Scene
 

@@ -16,10 +16,9 @@ import msgspec
 from msgspec.structs import replace
 
 from pliant.control.messages import Signature
-from pliant.core import rounds
 from pliant.core.endings import QUIET_EXIT
+from pliant.core.group import Past, Policy, Standing, founded
 from pliant.core.ledger import MicroBatch, samples_of
-from pliant.core.rounds import Past, Policy, Standing
 from pliant.core.tickets import Kind
 from pliant.errors import PliantError, RunEnded, Stopped
 from pliant.runtime import membership
@@ -359,7 +358,7 @@ class Script:
             come_back,
         )
         self.eras = eras
-        newcomer = rounds.founded(scene.policy, 0, (WorkerId(link.worker),))
+        newcomer = founded(scene.policy, 0, (WorkerId(link.worker),))
         newcomer = replace(newcomer, standings=(Standing.FOLLOWING,))
         worker = Worker(
             WorkerId(link.worker),

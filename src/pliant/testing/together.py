@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pliant.core import rounds
-from pliant.core.rounds import Entry, Group, Settled
+from pliant.core.group import Group, founded
+from pliant.core.regrouping import Entry
+from pliant.core.rounds import Settled
 from pliant.core.tickets import Ticket
 from pliant.errors import RunEnded
 from pliant.run import Run, join
@@ -109,7 +110,7 @@ class Together:
         if members > 1:
             exchange = formed(self._channel, self._attempt, self.place, members, "127.0.0.1", offer)
             taken_over(exchange, offer)
-        group = rounds.founded(offer.policy, 1, self._roster)
+        group = founded(offer.policy, 1, self._roster)
         witness = _Recorder(self.record, self._failed)
         training = offer.prepared(members > 1)
         worker = Worker(me, group, exchange, training, witness, check=witness.check, pace=self._pace)

@@ -140,25 +140,26 @@ from torch.utils.data import Dataset  # noqa: E402
 
 import pliant  # noqa: E402
 from pliant.runtime import takeover  # noqa: E402
-from pliant.runtime.worker import Worker  # noqa: E402
+from pliant.runtime.following import Following  # noqa: E402
+from pliant.runtime.lookout import Lookout  # noqa: E402
 from pliant.tensors import handoff  # noqa: E402
 
 at(takeover, "snapshot", "giving")
 at(handoff, "_send_answer", "sending")
 at(takeover.Takeover, "_ask", "asking")
 at(takeover.Takeover, "_install", "installing")
-at(Worker, "_follow", "following")
+at(Following, "follow", "following")
 
 
 def watch_waiting() -> None:
-    whole = Worker._await
+    whole = Lookout.wait
 
-    def watched(self: Worker, summation: Any, meanwhile: Callable[[], None] | None = None) -> float:
-        if not summation.over and self._script.stack:
+    def watched(self: Lookout, summation: Any, meanwhile: Callable[[], None] | None = None) -> float:
+        if not summation.over and self._member.script.stack:
             reach("waiting")
         return whole(self, summation, meanwhile)
 
-    Worker._await = watched
+    Lookout.wait = watched
 
 
 watch_waiting()

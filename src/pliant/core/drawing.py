@@ -1,0 +1,126 @@
+"""What each member of the group may draw.
+
+Question  Who is dealt samples of a phase, which ones, and how many of them may it draw for its contribution now?
+Holds     Functions of the replicated state alone, so everybody knows what everybody may draw. Which contribution a deal
+          is for is never in doubt: with an overlap the deals made at the end of round r are for round r + 2.
+Source    ours; docs/design/0001-data.md, docs/design/0002-rounds.md.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec.structs import replace
+
+from pliant.core import dealing, ledger, pace
+from pliant.core.group import Group, OpenPhase, Standing
+from pliant.core.ledger import Ledger
+from pliant.core.shares import apportion, cut
+from pliant.core.tickets import Kind
+
+
+def at_work(group: Group, phase: OpenPhase) -> list[int]:
+    """Members that are dealt samples in this phase."""
+    return [
+        member
+        for member, standing in enumerate(group.standings)
+        if standing is Standing.ACTIVE and phase.present[member]
+    ]
+
+
+def speaks(group: Group, member: int) -> bool:
+    """Whether ``member`` has a say in what the next exchange is: it is in the phase's loop, or may be any moment.
+
+    The others (followers, spares, those who leave) learn from the tickets what the group does, and go along.
+    """
+    if not group.open or group.standings[member] is not Standing.ACTIVE:
+        return False
+    phase = group.phase
+    return phase.present[member] and (phase.took_part[member] or phase.ledger.hands[member].granted > 0)
+
+
+class Allowance(msgspec.Struct, frozen=True):
+    """What one worker may draw for the contribution it is working on."""
+
+    micro_batches: int | None = None
+    """exactly so many (fixed batch); None: as many as the time allows"""
+    samples: int | None = None
+    """no more than so many, where an open batch is bounded"""
+    seconds: float = 0.0
+    """not handed in before, as long as there is anything to draw: an open batch's round is to be worth its cost"""
+
+
+def allowance(group: Group, member: int, in_flight: int) -> Allowance:
+    """The bounds of ``member``'s contribution while ``in_flight`` of its earlier ones (0 or 1) are not settled."""
+    phase, policy = group.phase, group.policy
+    if group.standings[member] is not Standing.ACTIVE:
+        return Allowance(micro_batches=0)
+    if group.choice.turning and in_flight and phase.kind is Kind.TRAIN:
+        return Allowance(micro_batches=0)
+    if phase.kind is Kind.TRAIN and (not policy.floating or not group.overlap):
+        quotas = phase.ledger.hands[member].quotas
+        return Allowance(micro_batches=quotas[in_flight] if in_flight < len(quotas) else 0)
+    working = at_work(group, phase)
+    if member not in working:
+        return Allowance(micro_batches=0)
+    sizes = [phase.sizes[m] for m in working]
+    if phase.kind is Kind.EVALUATE:
+        return Allowance(seconds=dealing.patience_s(pace.seated(group.evaluating, working), sizes))
+    training = pace.seated(group.training, working)
+    seconds = dealing.patience_s(training, sizes, group.paying)
+    if group.at_most is None:
+        return Allowance(seconds=seconds)
+    limits = dealing.contribution_limits(training, group.at_most, len(working))
+    return Allowance(samples=limits[working.index(member)], seconds=seconds)
+
+
+def dealt(group: Group, *, spares: bool = True) -> Group:
+    """Deal within the innermost phase what the workers need until the round after next."""
+    phase, policy = group.phase, group.policy
+    working = at_work(group, phase)
+    if not spares:
+        working = [member for member in working if speaks(group, member)]
+    if not working:
+        return group
+    pacing = pace.seated(group.training if phase.kind is Kind.TRAIN else group.evaluating, working)
+    sizes, ahead = [phase.sizes[m] for m in working], [phase.ahead[m] for m in working]
+    held = replace(phase.ledger, hands=tuple(phase.ledger.hands[m] for m in working))
+    if phase.kind is Kind.TRAIN and (not policy.floating or not group.overlap):
+        contributions = 2 if group.overlap else 1
+        after = dealing.fixed(ledger.aligned(held), pacing, policy.batch, sizes, ahead, contributions)
+    else:
+        at_most, paying = (group.at_most, group.paying) if phase.kind is Kind.TRAIN else (None, None)
+        after = dealing.floating(held, pacing, at_most, sizes, ahead, paying)
+    if len(working) < len(phase.ledger.hands):
+        hands = list(phase.ledger.hands)
+        for member, hand in zip(working, after.hands, strict=True):
+            hands[member] = hand
+        after = replace(after, hands=tuple(hands))
+    return replace(group, open=(*group.open[:-1], replace(phase, ledger=after)))
+
+
+def made_up(group: Group, phase: OpenPhase, *, spares: bool) -> Ledger:
+    """Make a fixed batch whose contribution is in progress up to its size, after hands went back to the pool.
+
+    ``spares``: whoever merely went along until now may get something of it.
+    """
+    policy = group.policy
+    if phase.kind is not Kind.TRAIN or (policy.floating and group.overlap):
+        return phase.ledger
+    if not any(hand.quotas for hand in phase.ledger.hands):
+        # Nobody has computed so far; who begins may have gone along with the contribution in progress already.
+        return ledger.first_only(phase.ledger) if not spares else phase.ledger
+    working = at_work(group, phase)
+    if not spares:
+        working = [member for member in working if phase.took_part[member] or phase.ledger.hands[member].granted]
+    held = ledger.first_only(phase.ledger)
+    promised = sum(hand.granted_samples for hand in held.hands)
+    missing = min(policy.batch - promised, held.free)
+    # A micro-batch of a single sample would be worse than a batch that lacks one.
+    if missing < (dealing.LEAST if promised else 1) or not working:
+        return held
+    paces = group.training.paces()
+    more = dealing.without_crumbs(apportion(missing, [paces[m] for m in working]), [paces[m] for m in working])
+    for member, samples in zip(working, more, strict=True):
+        if samples:
+            held = ledger.add_to_first(held, member, cut(samples, phase.sizes[member]))
+    return held

@@ -1,0 +1,371 @@
+"""A worker's part in an exchange: hand in, settle, apply.
+
+Question  How does what a worker has accumulated become an update that all make alike?
+Holds     With an overlap, settling a round hands in the following contribution at once and applies after that, so that
+          the sum has the longest possible time. A settled round is applied even where that hand-in fails. The model
+          holds the plain weights whenever something is handed in or applied.
+Source    ABS-SGD (Zhou et al. 2023); docs/protocol.md ("One round", "Drift", "Phases").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from msgspec.structs import replace
+from torch import Tensor
+
+from pliant.core import agreement, drift, rounds, standings
+from pliant.core.agreement import Mismatch
+from pliant.core.group import Group, Standing
+from pliant.core.rounds import Settled
+from pliant.core.tickets import Flag, Kind, Ticket
+from pliant.errors import Drifted, NonFiniteLoss, Refused
+from pliant.runtime.bounds import Bounds
+from pliant.runtime.channels import Channels
+from pliant.runtime.contribution import Contribution
+from pliant.runtime.crossing import Crossing
+from pliant.runtime.lookout import Lookout
+from pliant.runtime.member import Member
+from pliant.runtime.place import EraBroken
+from pliant.runtime.script import Opening
+from pliant.runtime.work import Flight
+from pliant.tensors.gradients import Buffer
+
+
+class Exchanges:
+    """What one worker hands in, and what it does with the outcome."""
+
+    def __init__(
+        self,
+        member: Member,
+        channels: Channels,
+        lookout: Lookout,
+        bounds: Bounds,
+        crossing: Crossing | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._member = member
+        self._channels = channels
+        self._lookout = lookout
+        self._bounds = bounds
+        self._crossing = crossing
+        self._clock = clock
+        self.last: Settled | None = None
+        """the last settled exchange"""
+        self.last_trained: Settled | None = None
+        """the last settled round of a training phase"""
+        self.applied_rate = member.training.rate
+        self.came_along = False
+        """somebody has come to the end of the last phase without the user's state of that moment"""
+        self.expelled: Drifted | None = None
+        """this worker's weights differ again: it goes when all know"""
+
+    # -- openings and the end
+
+    def open(self, call: Opening, flags: Flag) -> None:
+        """Say which phase this worker enters; the others may open another one before."""
+        training = self._member.training
+        opening = replace(
+            self._member.ticket(call.kind, Flag.OPENING | flags),
+            epoch=call.epoch,
+            length=call.length,
+            order=call.order,
+            size=call.size,
+            ahead=call.ahead,
+        )
+        bits = training.buffers.training_bits() << len(training.parameters)
+        self.opened(*self._exchanged(opening, bits, []))
+
+    def opened(self, gathered: list[Ticket], bitmap: int) -> None:
+        """All have entered the next phase."""
+        member = self._member
+        before, training = member.group, member.training
+        training.buffers.grow(bitmap >> len(training.parameters))
+        group = rounds.opened(before, gathered)
+        if isinstance(group, Mismatch):
+            raise Refused(group.reason)
+        member.witness.opened(group, gathered)
+        if len(group.open) > len(before.open):
+            member.work.enter_phase()
+        member.group = group
+        member.turned = group.exchange
+        plan = agreement.agreed_plan(group, gathered)
+        if plan is not None:
+            self._switch(plan)
+
+    def end(self) -> None:
+        """Say that this script has come to its end; others may still be in the body of their last loop."""
+        gathered, bitmap = self._exchanged(self._member.ticket(Kind.END, Flag.OPENING), 0, [])
+        if gathered[agreement.opening(gathered).index(True)].kind is Kind.END:
+            self.conclude(gathered)
+        else:
+            self.opened(gathered, bitmap)
+
+    def conclude(self, gathered: list[Ticket]) -> None:
+        """All scripts have come to their end."""
+        mismatch = agreement.compared(self._member.group, gathered)
+        if mismatch:
+            raise Refused(mismatch.reason)
+        self._member.group = rounds.concluded(self._member.group)
+
+    def _exchanged(self, ticket: Ticket, bitmap: int, sums: list[Tensor]) -> tuple[list[Ticket], int]:
+        """An exchange that nothing can be computed beside: everybody's tickets, and the union of the bitmaps."""
+        summation = self._channels.exchange(self._member.packed(ticket, bitmap), sums)
+        self._lookout.wait(summation)
+        return self._channels.gathered(summation)
+
+    def _switch(self, plan: tuple[int, int], *, closed: bool = False) -> None:
+        # Only a coordinator plans an era.
+        assert self._crossing is not None
+        self._crossing.switch(plan, closed=closed)
+
+    # -- handing in
+
+    def hand_in(self, flags: Flag, *, returning: bool = False) -> None:
+        """Start the summation of the contribution and begin the next one.
+
+        ``returning``: the round just settled is still to be applied, and its buffer comes back then.
+        """
+        member, work = self._member, self._member.work
+        mine, phase = work.contribution, member.group.phase
+        # First: it may find that the era is over, and nothing must have been given away then.
+        ticket = member.ticket(phase.kind, flags)
+        bitmap, squared_norm, flight = 0, 0.0, Flight(None, None, mine.micro_batches)
+        if phase.kind is Kind.TRAIN:
+            bitmap, norm = self._inspected(mine)
+            if norm is None:
+                ticket = replace(ticket, flags=ticket.flags | Flag.NONFINITE)
+            elif mine.weight > 0:
+                mean = member.training.reference / mine.weight
+                squared_norm = norm * mean * mean
+            overlap = member.group.overlap
+            if overlap:
+                member.training.park(mine.weight, norm, bitmap)
+            flight.filled, flight.merged = self.given_away(mine.weight, overlap=overlap, returning=returning)
+            flight.point = mine.point(fresh=not returning)
+        ticket = replace(
+            ticket,
+            epoch=phase.epoch,
+            length=phase.length,
+            size=phase.sizes[member.index],
+            ahead=phase.ahead[member.index],
+            micro_batches=mine.micro_batches,
+            samples=mine.samples,
+            weight=mine.weight,
+            busy_s=max(0.0, self._clock() - mine.start_s - mine.idle_s),
+            idle_s=mine.idle_s,
+            sum_s=work.sum_s,
+            cost_s=work.cost_s,
+            loss_sum=mine.loss_total(),
+            squared_norm=squared_norm,
+            scale=member.training.scale,
+            point=flight.point,
+        )
+        packed = member.packed(ticket, bitmap)
+        flight.leaving = bool(ticket.flags & Flag.LEAVING)
+        work.begin()
+        work.flight = flight
+        flight.summation = self._channels.exchange(packed, flight.sums)
+
+    def _inspected(self, mine: Contribution) -> tuple[int, float | None]:
+        """The bitmap of a contribution, and the squared norm of its sum; None if anything is not finite."""
+        training = self._member.training
+        training.gradients.check()
+        bitmap = training.gradients.present() | training.buffers.changed() << len(training.parameters)
+        # Alone the norm is not computed: nobody else can have brought in a bad gradient.
+        norm = (training.unscale() or 0.0) if mine.micro_batches else 0.0
+        return bitmap, norm if math.isfinite(mine.loss_total() + norm) else None
+
+    def given_away(self, weight: float, *, overlap: bool, returning: bool) -> tuple[Buffer | None, Tensor | None]:
+        """This worker's part of a round's sums: gradients and buffers; ``overlap``: it goes on accumulating."""
+        member, training, merged = self._member, self._member.training, None
+        if len(member.group.roster) > 1:
+            merged = training.buffers.hand_in(weight, leader=member.index == member.holders[0])
+        else:
+            training.buffers.go_alone()
+        return training.gradients.hand_in(overlap=overlap, returning=returning), merged
+
+    def _hand_in_or_remember(self, flags: Flag, *, returning: bool) -> None:
+        """Hand in; where that fails the settled round is applied all the same, and ``step`` still says so."""
+        try:
+            self.hand_in(flags, returning=returning)
+        except EraBroken as broken:
+            self._lookout.broken = broken
+
+    # -- settling
+
+    def settle(self, following: Flag = Flag.NONE, *, in_body: bool = False) -> Settled:
+        """Wait for the contribution in flight, decide, hand in the following one, apply.
+
+        ``in_body``: ``step`` will say so if the update is seen.
+        """
+        self._lookout.check_era()
+        member, work, flight = self._member, self._member.work, self._member.work.flight
+        assert flight is not None
+        work.contribution.idle_s += self._lookout.wait(flight.summation)
+        work.sum_s = flight.summation.seconds
+        start = self._clock()
+        handed_in, bitmap = self._tickets_of(flight)
+        before = member.group
+        decision = rounds.settled(before, handed_in)
+        if isinstance(decision, Mismatch):
+            raise Refused(decision.reason)
+        member.group, outcome = decision
+        work.flight = None
+        trained = outcome.kind is Kind.TRAIN
+        merged = trained and self._merge(outcome, flight, bitmap)
+        # Whoever went along has handed in nothing to the following round already, in order to see the tickets.
+        goes_on = not (outcome.ended or outcome.plan or flight.closed)
+        if goes_on and self._overlaps(before) and self._bounds.due_at_once():
+            if flight.gathered is not None:
+                # It went along: what it would hand in is the very buffer that is still to be applied.
+                member.training.gradients.lose(flight.filled)
+            self._hand_in_or_remember(following, returning=True)
+        if trained:
+            self._apply(before, outcome, flight, bitmap)
+            self._answer_for(outcome)
+        member.witness.settled(member.group, outcome, handed_in, self.applied_rate)
+        self.last = outcome
+        if trained and outcome.seen and not in_body:
+            self._fall_behind(before)
+        if outcome.ended:
+            self._end_phase(outcome, handed_in, merged=merged)
+        if outcome.plan is not None:
+            self._switch_and_hand_in(outcome.plan, before, flight, following)
+        work.cost_s = self._clock() - start
+        self._give_up_if_hopeless()
+        return outcome
+
+    def _tickets_of(self, flight: Flight) -> tuple[list[Ticket], int]:
+        if flight.gathered is None:
+            return self._channels.gathered(flight.summation)
+        self._channels.added_up(flight.summation)
+        return flight.gathered
+
+    def _overlaps(self, before: Group) -> bool:
+        """Whether the following contribution has been computed beside the round just settled, and is handed in now."""
+        return before.overlap and self._member.group.overlap
+
+    def _switch_and_hand_in(self, plan: tuple[int, int], before: Group, flight: Flight, following: Flag) -> None:
+        """The planned era begins after this exchange, and the following contribution is of it."""
+        try:
+            self._switch(plan, closed=flight.closed)
+        except EraBroken as broken:
+            self._lookout.broken = broken
+        going_on = self._lookout.broken is None and self._overlaps(before) and self._member.group.open
+        if going_on and self._bounds.due_at_once():
+            self._hand_in_or_remember(following, returning=False)
+
+    def _fall_behind(self, before: Group) -> None:
+        """The script's code for this update runs on those who compute, and not here."""
+        member = self._member
+        if member.eras is not None and not member.follows:
+            member.eras.fell_behind(member.training, before, leaving=member.standing is Standing.LEAVING)
+
+    def _give_up_if_hopeless(self) -> None:
+        if self._member.group.skipped_in_a_row >= rounds.MAX_SKIPPED_IN_A_ROW:
+            raise NonFiniteLoss(
+                f"{rounds.MAX_SKIPPED_IN_A_ROW} rounds in a row had an infinite or undefined loss or gradient: "
+                "lower the learning rate, clip (clip_norm=1.0), or look for bad samples"
+            )
+
+    # -- applying
+
+    def _merge(self, outcome: Settled, flight: Flight, bitmap: int) -> bool:
+        """Return to the plain weights and bring in the group's buffers; whether they are all up to date."""
+        training = self._member.training
+        training.back()
+        merged = outcome.applied and flight.merged is not None
+        if merged:
+            training.buffers.merge(flight.merged, outcome.weight)
+        return not training.buffers.grow(bitmap >> len(training.parameters)) and merged
+
+    def _apply(self, before: Group, outcome: Settled, flight: Flight, bitmap: int) -> None:
+        """Make the update that the group has decided on."""
+        member, training = self._member, self._member.training
+        scheduled = (before.scheduled, member.group.scheduled)
+        averaged = None
+        if member.eras is not None:
+            averaged = member.eras.averaged(before.exchange + 1, bitmap, outcome.factor, scheduled)
+        self.last_trained = outcome
+        self.applied_rate = training.rate * outcome.factor
+        training.apply(outcome, flight.filled, bitmap, averaged, measures=outcome.measures)
+        training.advance_schedule(*scheduled)
+        if outcome.weighs:
+            training.weigh(outcome.round, drift.turn(outcome.round, member.group.policy.watched))
+
+    def _answer_for(self, outcome: Settled) -> None:
+        """Where this worker's weights differ from the others': take the state over like a newcomer, or go.
+
+        What it has computed for the following round is of no use.
+        """
+        member, differs = self._member, outcome.drift
+        if differs is None or member.index not in differs.named:
+            return
+        again = member.index in differs.expelled
+        if again or member.eras is None:
+            error = self.expelled = Drifted(
+                f"{member.me}'s weights differ from the others' after round {differs.round}"
+                f"{', again' if again else ''}: "
+                "look for bad memory, a non-deterministic kernel, or code that changes the weights on one worker only"
+            )
+            if member.eras is None:
+                raise error
+        member.work.begin()
+        member.training.cancel_look_ahead()
+        member.training.gradients.discard()
+        member.training.weighed = (0, 0)
+        member.eras.heal(member.training, member.group, differs.donor)
+
+    def go_if_expelled(self) -> None:
+        """The others have settled the exchange that has shown it, or cannot any more."""
+        if self.expelled is not None:
+            raise self.expelled
+
+    # -- the end of a phase
+
+    def _end_phase(self, outcome: Settled, handed_in: list[Ticket], *, merged: bool) -> None:
+        """Everything is applied: forget what a break cut off, make the buffers equal, go back to the outer phase."""
+        member, training = self._member, self._member.training
+        member.turned = member.group.exchange
+        self.came_along = standings.somebody_came_along(member.group, handed_in)
+        self._follow_result(outcome)
+        if outcome.kind is Kind.TRAIN and len(member.group.roster) > 1:
+            training.gradients.discard()
+            # Without a merge in the last round (it was skipped, or a buffer changed for the first time) one is due.
+            member.undrained = bool(training.buffers.live) and not merged
+            if not member.undrained:
+                training.buffers.drain()
+        member.work.leave_phase()
+
+    def _follow_result(self, outcome: Settled) -> None:
+        """A schedule may follow the results of ``evaluate``: those that every script asks for, outside of its loops."""
+        member = self._member
+        top = not member.group.open and not member.group.past[-1].inner
+        if outcome.kind is Kind.EVALUATE and top and outcome.result is not None:
+            member.training.evaluated(outcome.result)
+            if member.eras is not None:
+                member.eras.evaluated(member.group.exchange, outcome.result)
+
+    def finish_draining(self) -> None:
+        """Make the buffers equal on all workers at the end of a phase, where the last round has not done so."""
+        if self._member.undrained:
+            mine = self.own_buffers()
+            self._exchanged(self._member.ticket(Kind.DRAIN, Flag.NONE), 0, [mine])
+            self.drained(mine)
+
+    def own_buffers(self) -> Tensor:
+        """This worker's part of a drain."""
+        member = self._member
+        leader = member.index == member.holders[0]
+        mine = member.training.buffers.hand_in(0.0 if member.follows else 1.0, leader=leader)
+        assert mine is not None
+        return mine
+
+    def drained(self, summed: Tensor) -> None:
+        """The buffers of all are summed up."""
+        member = self._member
+        member.training.buffers.merge(summed, float(len(member.holders)))
+        member.undrained = False
+        member.group = rounds.drained(member.group)

@@ -1,0 +1,119 @@
+"""One worker as a member of the group.
+
+Question  Where is this worker, and what does it hold?
+Holds     The replicated state and the script's place in it are kept here and nowhere else: whoever changes one of them
+          changes it for all parts of the worker's loop.
+Source    docs/protocol.md ("One round", "Following").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pliant.core import agreement, drawing, tickets
+from pliant.core.group import Group, Standing
+from pliant.core.tickets import Flag, Kind, Ticket
+from pliant.runtime.eras import Eras, Handed
+from pliant.runtime.script import Script
+from pliant.runtime.update import Training
+from pliant.runtime.witness import Witness
+from pliant.runtime.work import Work
+from pliant.types import WorkerId
+
+
+class Member:
+    """What all parts of a worker's loop share."""
+
+    def __init__(
+        self,
+        me: WorkerId,
+        group: Group,
+        training: Training,
+        witness: Witness,
+        eras: Eras | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.me = me
+        self.group = group
+        self.training = training
+        self.witness = witness
+        self.eras = eras
+        """None: no coordinator, and one era for ever"""
+        self.script = Script()
+        self.work = Work(clock)
+        self.undrained = False
+        """the exchange that makes the buffers equal at a phase's end is still to come"""
+        self.turned = -1
+        """the last exchange that opened or ended a phase"""
+
+    @property
+    def index(self) -> int:
+        """This worker's place in the roster."""
+        return self.group.roster.index(self.me)
+
+    @property
+    def standing(self) -> Standing:
+        return self.group.standings[self.index]
+
+    @property
+    def follows(self) -> bool:
+        """Whether it does not hold the whole state."""
+        return self.standing is Standing.FOLLOWING
+
+    @property
+    def holders(self) -> list[int]:
+        """Members that hold the whole state."""
+        return [m for m, standing in enumerate(self.group.standings) if standing is not Standing.FOLLOWING]
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it has a say in what the next exchange is."""
+        return drawing.speaks(self.group, self.index)
+
+    def is_in(self, phase: int) -> bool:
+        """Whether the group is in ``phase``, or in one inside it."""
+        return any(each.number == phase for each in self.group.open)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this worker draws no more, because it was asked to go.
+
+        Not inside an ``evaluate`` in a loop, and not before the round in flight is settled or something was drawn
+        beside it: the others may count on this worker being inside its loop body.
+        """
+        if self.eras is None or not self.eras.leaving or self.script.depth > 1:
+            return False
+        flight = self.work.flight
+        return flight is None or flight.leaving or self.work.contribution.micro_batches > 0
+
+    @property
+    def handed(self) -> Handed:
+        """The replicated state, to be handed round or written down."""
+        return Handed(self.group, self.witness.records, self.training.buffers.live, self.undrained)
+
+    def ticket(self, kind: Kind, flags: Flag) -> Ticket:
+        """A ticket that says where this worker is. Raises where the planned era has come to nothing."""
+        group, training = self.group, self.training
+        if self.leaving:
+            flags |= Flag.LEAVING
+        plan_term, plan_era = self.eras.place.prepared(group.era) if self.eras is not None else (0, 0)
+        return Ticket(
+            group.era,
+            group.round,
+            group.phases,
+            kind,
+            flags,
+            digest=agreement.digest(group),
+            exchange=group.exchange,
+            plan_term=plan_term,
+            plan_era=plan_era,
+            momentum=training.momentum,
+            measured_round=training.measured[0],
+            measured_norm=training.measured[1],
+            weights_round=training.weighed[0],
+            weights=training.weighed[1],
+            arithmetic=training.fingerprint.arithmetic,
+        )
+
+    def packed(self, ticket: Ticket, bitmap: int = 0) -> bytes:
+        return tickets.pack(ticket, bitmap, self.training.bits)
