@@ -35,7 +35,7 @@ from pliant.launch import asking, certificates, trust
 from pliant.launch import directory as run_directory
 from pliant.launch.directory import Access, Trust
 from pliant.runtime import service
-from pliant.runtime.coordinator import Charter
+from pliant.runtime.charter import Charter
 from pliant.runtime.environment import Job, environment_of, job_from
 
 CHARTER = Charter("job", "train.py", "0.1.0", workers=3)
