@@ -96,7 +96,7 @@ def test_a_coordinator_that_raises_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_coordinator_that_believes_any_era_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pliant.core.eras.is_credible", lambda state, era: True)
+    monkeypatch.setattr("pliant.core.whereabouts.is_credible", lambda state, era: True)
     session = Session(chance_of("control", SEED, 0))
     session.train()
     session.say(session.hostile[0][0], messages.Entered(2**53, 0))
