@@ -22,7 +22,8 @@ from benchmarks.fuzz.mutation import DEEP, bent, deformed
 from benchmarks.fuzz.surface import Volley
 from pliant.control import messages as m
 from pliant.core import events, journal, members
-from pliant.runtime.coordinator import Charter, Coordinator
+from pliant.runtime.charter import Charter
+from pliant.runtime.coordinator import Coordinator
 from pliant.runtime.status import Status
 
 VERSION = "0.1.0"
@@ -373,8 +374,10 @@ class ControlSurface:
 
     def _speaker(self, session: Session, chance: Random) -> tuple[Wire, bool]:
         """Mostly one that was let in."""
-        known = {**session.coordinator._worker_of, **session.coordinator._agent_of}
-        admitted = [entry for entry in session.hostile if entry[0].number in known]
+        known = (session.coordinator._workers, session.coordinator._agents)
+        admitted = [
+            entry for entry in session.hostile if any(side.name_at(entry[0].number) is not None for side in known)
+        ]
         return chance.choice(admitted if admitted and chance.random() < 0.8 else session.hostile)
 
     def _come(self, session: Session, chance: Random, allowed: Callable[[Any], bool]) -> None:

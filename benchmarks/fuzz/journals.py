@@ -19,7 +19,8 @@ from benchmarks.fuzz.surface import Volley
 from pliant.core import events, journal
 from pliant.core.audit import audit
 from pliant.errors import JournalError, UsageError
-from pliant.runtime.coordinator import Charter, Coordinator
+from pliant.runtime.charter import Charter
+from pliant.runtime.coordinator import Coordinator
 from pliant.runtime.journaling import JournalFile
 from pliant.runtime.status import Status
 from pliant.testing.scenes import NAMES, drawn

@@ -27,7 +27,7 @@ from benchmarks.fuzz.surface import Volley
 from pliant import proof
 from pliant.control import gate
 from pliant.control import messages as m
-from pliant.runtime.coordinator import Charter
+from pliant.runtime.charter import Charter
 from pliant.runtime.service import serve
 from pliant.runtime.status import Status
 

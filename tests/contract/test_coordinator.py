@@ -19,7 +19,8 @@ from pliant import proof
 from pliant.control import messages as m
 from pliant.core import events, journal
 from pliant.runtime import service
-from pliant.runtime.coordinator import Charter, Coordinator
+from pliant.runtime.charter import Charter
+from pliant.runtime.coordinator import Coordinator
 from pliant.runtime.journaling import JournalFile, Numbered
 from pliant.runtime.service import serve
 

@@ -35,7 +35,7 @@ from pliant.launch import asking, certificates, trust
 from pliant.launch import directory as run_directory
 from pliant.launch.directory import Access, Trust
 from pliant.runtime import service
-from pliant.runtime.coordinator import Charter
+from pliant.runtime.charter import Charter
 from pliant.runtime.environment import Job, environment_of, job_from
 
 CHARTER = Charter("job", "train.py", "0.1.0", workers=3)
@@ -184,7 +184,7 @@ def test_any_other_bytes_prove_nothing(frame: bytes) -> None:
 
 def test_no_role_is_the_beginning_of_another() -> None:
     source = Path(proof.__file__).parent
-    text = "".join((source / name).read_text() for name in ("proof.py", "tensors/stream.py", "control/client.py"))
+    text = "".join((source / name).read_text() for name in ("proof.py", "tensors/stream.py", "control/opening.py"))
     text += (source / "control" / "agent.py").read_text() + (source / "control" / "app.py").read_text()
     roles = set(re.findall(r'(?:proof|answer|confirmed|confirmation)\([^)]*?\bb"(\w+)"', text))
     assert {"worker", "agent", "coordinator", "newcomer", "donor", "request", "reply", "metrics"} <= roles

@@ -19,7 +19,7 @@ from pliant.control.gate import Gate
 from pliant.core import journal, members
 from pliant.core.audit import audit
 from pliant.errors import JournalError
-from pliant.runtime import coordinator
+from pliant.runtime import formation, recording
 from pliant.runtime.status import Status
 from pliant.tensors import handoff, stream
 
@@ -110,33 +110,33 @@ def test_no_worker_alone_says_when_the_others_are_dead(text: str) -> None:
 
 
 def test_records_out_of_order_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "EARLY_BYTES", 10_000)
+    monkeypatch.setattr(recording, "EARLY_BYTES", 10_000)
     session = training()
     wire = hostile(session)
     for number in range(1000):
         session.say(wire, m.Lines(10**9 + number, [journal.encode(RECORDS[0])]))
     assert is_lost(session)
-    assert session.coordinator._lines.early_bytes <= 10_000
+    assert session.coordinator._recorder._lines.early_bytes <= 10_000
     session.say(session.honest[0].wire, m.Lines(0, [journal.encode(RECORDS[0])]))
     assert session.coordinator.written == 1
 
 
 def test_keys_are_bounded_and_only_members_put_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "KEYS_BYTES", 10_000)
+    monkeypatch.setattr(formation, "KEYS_BYTES", 10_000)
     session = training()
-    attempt = next(iter(session.coordinator._rosters))
+    attempt = session.coordinator._formation.attempt
     wire = hostile(session)
     for number in range(100):
         session.say(wire, m.Put(attempt, f"key{number}", bytes(1000)))
     assert is_lost(session)
-    assert sum(len(value) for keys in session.coordinator._keys.values() for value in keys.values()) <= 10_000
+    assert sum(map(len, session.coordinator._formation.keys.values())) <= 10_000
     session = training()
     session.kill("w2")
     session.tick(0.6)
     session.tick(0.6)
-    attempt = next(iter(session.coordinator._rosters))
+    attempt = session.coordinator._formation.attempt
     session.say(session.connected(m.Hello("w2", 7, VERSION)), m.Put(attempt, "stranger", b""))
-    assert "stranger" not in session.coordinator._keys[attempt]
+    assert "stranger" not in session.coordinator._formation.keys
 
 
 def test_names_that_are_gone_are_not_kept() -> None:
@@ -173,7 +173,7 @@ def test_many_rounds_in_a_second_cost_no_more_each() -> None:
     """The pace is of the last five seconds: it once was summed up anew with every round."""
     session = training()
     session.say(session.honest[0].wire, m.Lines(0, [journal.encode(record) for record in (RECORDS[0], RECORDS[3])]))
-    tally = session.coordinator._tally
+    tally = session.coordinator._bulletin.tally
     for number in range(20):
         tally.add(
             journal.RoundRecord(1, number, 1, 24, 24.0, 1.0, 0.1, 0.1, True, 24, RECORDS[5].tickets), 0.1 * number

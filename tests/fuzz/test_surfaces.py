@@ -17,7 +17,7 @@ from benchmarks.fuzz.surface import Outcome, chance_of, hammer
 
 from pliant.control import messages
 from pliant.core import journal
-from pliant.runtime.coordinator import Coordinator
+from pliant.runtime.formation import Formation
 from pliant.tensors import stream
 
 INPUTS = {"control": 2400, "journal": 1200, "handoff": 3000, "ticket": 3000, "checkpoint": 2000, "socket": 200}
@@ -90,13 +90,13 @@ def test_a_coordinator_that_raises_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     def push(self: Any, *_: Any) -> None:
         raise KeyError("key")
 
-    monkeypatch.setattr(Coordinator, "_push", push)
+    monkeypatch.setattr(Formation, "push", push)
     outcome = hammer(ControlSurface(), 2000, SEED)
     assert outcome.failed > 0 and "--surface control --seed 20 --start" in outcome.failures[0]
 
 
 def test_a_coordinator_that_believes_any_era_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pliant.core.eras.is_credible", lambda state, era: True)
+    monkeypatch.setattr("pliant.core.whereabouts.is_credible", lambda state, era: True)
     session = Session(chance_of("control", SEED, 0))
     session.train()
     session.say(session.hostile[0][0], messages.Entered(2**53, 0))

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
-import socket
 import ssl
 import threading
 import time
@@ -21,16 +19,14 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
-from websockets.exceptions import ConnectionClosed, ConnectionClosedOK, InvalidHandshake
+from websockets.exceptions import ConnectionClosed, ConnectionClosedOK
 from websockets.sync.client import ClientConnection
-from websockets.sync.client import connect as open_websocket
 
-from pliant import proof
-from pliant.control import tls
-from pliant.control.door import INCOMING_BYTES, WRONG_TOKEN, Door
+from pliant.control import opening
+from pliant.control.door import Door
+from pliant.control.keeping import Keeping
 from pliant.control.mailbox import Mailbox
 from pliant.control.messages import (
     Beat,
@@ -41,7 +37,6 @@ from pliant.control.messages import (
     FromWorker,
     Hello,
     Leaving,
-    Lines,
     Plan,
     Put,
     Ready,
@@ -54,23 +49,15 @@ from pliant.control.messages import (
     decode_from_coordinator,
     encode,
 )
+from pliant.control.opening import CONNECT_S, FAREWELL_S
 from pliant.errors import PliantError, Refused, RunEnded
 from pliant.errors import Stopped as RunStopped
-
-CONNECT_S = 10.0
-"""A coordinator answers within milliseconds; one that starts next to n importing workers within seconds."""
-
-FAREWELL_S = 2.0
-"""How long a worker waits at its end for the coordinator to take the last messages."""
 
 GIVE_UP_S = 60.0
 """How long a coordinator may be away: its launcher starts it again within a second."""
 
 AGAIN_S = 0.1
 """Between two attempts to reach it."""
-
-FRAME_BYTES = 1 << 20
-"""Journal records are put into frames of about this size; the server closes on one above 16 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +86,7 @@ class Link:
         """what a coordinator that has not heard it yet must be told"""
         self._puts: list[Put] = []
         """keys of the last group that was formed, or is being formed: some may have been lost with a connection"""
-        self._lines: deque[bytes] = deque()
-        self._lines_lock = threading.Lock()
-        self._first_line = 0
-        """the number of the first line that is kept"""
-        self._sent_lines = 0
+        self._lines = Keeping(self.mailbox)
         self.sends_lines = False
         self._outbox: deque[FromWorker] = deque()
         self._waiting = threading.Event()
@@ -122,7 +105,7 @@ class Link:
         With a ``context`` under TLS.
         """
         door = Door(address, token, context)
-        connection = _opened(door)
+        connection = opening.opened(door)
         try:
             return cls(connection, door, slot, version)
         except BaseException:
@@ -211,30 +194,22 @@ class Link:
 
     def keep(self, lines: Iterable[bytes], first: int) -> None:
         """Keep journal lines, numbered from ``first``, until they are on disk; the leader's are sent."""
-        with self._lines_lock:
-            if self._first_line + len(self._lines) != first:
-                # This worker has missed some, and the others have them; what it had before, too.
-                self._lines.clear()
-            if not self._lines:
-                self._first_line = first
-                self._sent_lines = max(self._sent_lines, first)
-            self._lines.extend(lines)
+        self._lines.keep(lines, first)
         self._waiting.set()
 
     def keep_earlier(self, lines: Sequence[bytes], first: int) -> None:
         """Keep lines that come right before this worker's own."""
-        end = first + len(lines)
-        with self._lines_lock:
-            if not lines or self.mailbox.written >= end or (self._lines and self._first_line != end):
-                return
-            self._lines.extendleft(reversed(lines))
-            self._first_line = first
+        self._lines.keep_earlier(lines, first)
+
+    def send_lines_again(self) -> None:
+        """Begin once more with what is not on disk: an era has started, and somebody else may have sent before."""
+        self._lines.begin_again(self.mailbox.written)
+        self.sends_lines = True
+        self._waiting.set()
 
     def unwritten(self) -> list[bytes]:
         """The lines that may not be on disk yet."""
-        with self._lines_lock:
-            self._forget_written()
-            return list(self._lines)
+        return self._lines.unwritten()
 
     def finish(self, *, left: bool) -> None:
         """Send what is queued, say that all went well, and close.
@@ -291,7 +266,7 @@ class Link:
         deadline_s = time.monotonic() + GIVE_UP_S
         while not self._closed and time.monotonic() < deadline_s:
             try:
-                self._resume(_opened(self._door))
+                self._resume(opening.opened(self._door))
             except _Evicted as error:
                 self.mailbox.take(Refuse(reason=str(error), again=True))
                 return False
@@ -329,7 +304,7 @@ class Link:
             raise
         self.mailbox.take(welcome)
         self.connection = connection
-        self._sent_lines = max(welcome.written, self._first_line)
+        self._lines.begin_again(welcome.written)
         for message in [*self._pledges.values(), *self._puts]:
             self._queue(message)
 
@@ -344,9 +319,9 @@ class Link:
                 beaten_s = time.monotonic()
                 entries.append(_beat(self.position))
             try:
-                for lines in self._unsent_lines():
-                    self.connection.send(encode(lines))
-                    self._sent_lines = lines.first + len(lines.records)
+                for frame in self._lines.unsent(sends=self.sends_lines):
+                    self.connection.send(encode(frame))
+                    self._lines.sent(frame)
                 while entries:
                     self.connection.send(encode(entries[0]))
                     entries.pop(0)
@@ -354,35 +329,6 @@ class Link:
                 entries = [entry for entry in entries if not isinstance(entry, Beat)]
                 time.sleep(AGAIN_S)
                 self._waiting.set()
-
-    def _unsent_lines(self) -> list[Lines]:
-        """Forget what is on disk; what is to be sent now, in frames of bounded size."""
-        with self._lines_lock:
-            self._forget_written()
-            if not self.sends_lines:
-                return []
-            start = max(self._sent_lines, self._first_line)
-            waiting = list(self._lines)[start - self._first_line :]
-        frames: list[Lines] = []
-        size = 0
-        for number, line in enumerate(waiting, start=start):
-            if not frames or size + len(line) > FRAME_BYTES:
-                frames.append(Lines(first=number, records=[]))
-                size = 0
-            frames[-1].records.append(line)
-            size += len(line)
-        return frames
-
-    def _forget_written(self) -> None:
-        while self._lines and self._first_line < self.mailbox.written:
-            self._lines.popleft()
-            self._first_line += 1
-
-    def send_lines_again(self) -> None:
-        """Begin once more with what is not on disk: an era has started, and somebody else may have sent before."""
-        self._sent_lines = max(self.mailbox.written, self._first_line)
-        self.sends_lines = True
-        self._waiting.set()
 
 
 class _Evicted(PliantError):
@@ -398,80 +344,6 @@ def _beat(at: Position) -> Beat:
         usual_s=at.usual_s,
         active=at.active if at.era > 0 else None,
     )
-
-
-def _opened(door: Door) -> ClientConnection:
-    """A connection on which both ends have proven that they know the token."""
-    stream = _reached(door)
-    try:
-        connection = open_websocket(
-            f"ws://{door.address}/worker",
-            # An own socket, so that no proxy of the environment comes between; TLS is under it.
-            sock=stream,
-            compression=None,
-            open_timeout=CONNECT_S,
-            ping_interval=None,
-            close_timeout=FAREWELL_S,
-            max_size=INCOMING_BYTES,
-        )
-    except (InvalidHandshake, ConnectionClosed, OSError, EOFError) as error:
-        if door.context is None and tls.speaks_tls(*door.place, CONNECT_S):
-            raise tls.wants_tls(door.address) from None
-        raise RunEnded(f"what answers at {door.address} is no Pliant coordinator") from error
-    # Newer websockets insist on this; the link closes the connection itself.
-    connection = connection.__enter__()
-    try:
-        _prove(connection, door)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _reached(door: Door) -> Any:
-    try:
-        stream = socket.create_connection(door.place, timeout=CONNECT_S)
-    except (OSError, ValueError, OverflowError) as error:
-        raise RunEnded(
-            f"nobody listens at {door.address}: the run has ended, or its address is wrong; start one with `pliant run`"
-        ) from error
-    if door.context is None:
-        stream.settimeout(None)
-        return stream
-    secured = tls.Secured(stream, door.context, door.place[0])
-    try:
-        secured.shake_hands()
-    except ssl.SSLError as error:
-        secured.close()
-        raise tls.explained(error, door.address) from None
-    except OSError as error:
-        secured.close()
-        raise RunEnded(f"lost the coordinator at {door.address} while joining: the run has ended") from error
-    secured.settimeout(None)
-    return secured
-
-
-def _prove(connection: ClientConnection, door: Door) -> None:
-    """The first frames: prove that one knows the token, and that the coordinator does."""
-    stranger = RunEnded(f"what answers at {door.address} is no Pliant coordinator of this version")
-    mine = secrets.token_bytes(proof.NONCE_BYTES)
-    try:
-        theirs = proof.challenged(connection.recv(timeout=CONNECT_S, decode=False))
-        if theirs is None:
-            raise stranger
-        connection.send(proof.answer(door.token, b"worker", theirs, mine))
-        shown = connection.recv(timeout=CONNECT_S, decode=False)
-    except ConnectionClosed as error:
-        if error.rcvd is not None and error.rcvd.code == WRONG_TOKEN:
-            raise Refused(
-                f"the coordinator at {door.address} refused the job token; "
-                "use the one in the file `token` of its run directory, or let `pliant run` start the workers"
-            ) from None
-        raise RunEnded(f"lost the coordinator at {door.address} while joining: the run has ended") from error
-    except (TimeoutError, OSError) as error:
-        raise RunEnded(f"lost the coordinator at {door.address} while joining: the run has ended") from error
-    if not proof.is_confirmed(shown, door.token, b"worker", theirs, mine):
-        raise door.impostor()
 
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()

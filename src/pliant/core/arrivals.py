@@ -12,7 +12,6 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from pliant.core import endings, losses
-from pliant.core.eras import is_credible, redelivered, with_era_of
 from pliant.core.events import (
     Admit,
     AgentArrived,
@@ -58,6 +57,7 @@ from pliant.core.members import (
 )
 from pliant.core.slots import given_up, number_of, room, with_new_slots
 from pliant.core.terms import difference, length_difference
+from pliant.core.whereabouts import is_credible, redelivered, with_era_of
 from pliant.types import WorkerId
 
 RUN = WorkerId("the run")

@@ -4,7 +4,8 @@ Question  Given what happened so far, what is to be done?
 Holds     One event in, one new state and a list of effects out; no clock and no chance but what is passed in. Every
           event is taken first, then everything that follows from the state and the time is judged, in one order.
 Source    ours; docs/protocol.md, docs/design/0007-elastic.md. The parts: ``arrivals`` (who may come in), ``losses``
-          (who is lost), ``slots`` (which processes there are to be), ``eras`` (which era comes next), ``endings``.
+          (who is lost), ``slots`` (which processes there are to be), ``eras`` (which era comes next),
+          ``whereabouts`` (where members are, as they say), ``endings``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from pliant.core import arrivals, endings, eras, losses, slots
+from pliant.core import arrivals, endings, eras, losses, slots, whereabouts
 from pliant.core.endings import QUIET_EXIT, ending, shell_status
 from pliant.core.events import (
     AgentArrived,
@@ -200,7 +201,7 @@ def _heard(state: Roster, worker: Worker, event: OfWorker, now_s: float) -> Step
         return arrivals.cut(state, worker, event.peer, now_s)
     worker = replace(worker, heard_s=now_s)
     state = with_worker(state, worker)
-    if isinstance(event, Entered | Stopped) and not eras.is_credible(state, event.era):
+    if isinstance(event, Entered | Stopped) and not whereabouts.is_credible(state, event.era):
         return _failed(state, worker, Failed(worker.name, f"says that it is in era {event.era}"), now_s)
     match event:
         case Offered():
@@ -210,9 +211,9 @@ def _heard(state: Roster, worker: Worker, event: OfWorker, now_s: float) -> Step
         case Leaving(reason=reason):
             return _leaving(state, worker, reason, now_s)
         case Stopped():
-            return eras.stopped(state, worker, event, now_s)
+            return whereabouts.stopped(state, worker, event, now_s)
         case Entered():
-            return eras.entered(state, worker, event, now_s)
+            return whereabouts.entered(state, worker, event, now_s)
         case Failed():
             return _failed(state, worker, event, now_s)
         case Finished(left=left):

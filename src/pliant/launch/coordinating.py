@@ -23,7 +23,8 @@ from pliant.launch import directory as run_directory
 from pliant.launch.directory import Trust
 from pliant.launch.supervision import REFUSED_EXIT
 from pliant.launch.trust import served
-from pliant.runtime.service import Charter, serve
+from pliant.runtime.charter import Charter
+from pliant.runtime.service import serve
 
 
 def main() -> None:

@@ -27,9 +27,9 @@ from pliant.control.gate import Gate
 from pliant.control.port import Server
 from pliant.core import events
 from pliant.errors import UsageError
-from pliant.runtime.coordinator import Charter, Coordinator, JournalFile
-
-__all__ = ["Charter", "serve"]
+from pliant.runtime.charter import Charter
+from pliant.runtime.coordinator import Coordinator
+from pliant.runtime.journaling import JournalFile
 
 TICK_S = 0.05
 """How often time is let pass: a tenth of the shortest wait that a worker's fate depends on."""

@@ -1,22 +1,26 @@
 """Between the control channel's messages and the roster's values.
 
-Question  Which event is a message, and how is the roster's state told in a word?
+Question  Which event is a message, which message an effect, and how is the roster's state told in a word?
 Holds     Nothing is decided here.
 Source    ours; docs/protocol.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import assert_never
 
 from pliant.control import messages
 from pliant.core import events, members
-from pliant.core.journal import DriftLine, RoundRecord
+from pliant.core.journal import DriftLine, PhaseRecord, RoundRecord
 from pliant.core.terms import Terms
 from pliant.types import WorkerId
 
 TEXT_LENGTH = 2000
 """Of a line for people: what a worker failed with may be a tensor in words."""
+
+LEAST_DEAD_AFTER_S = 0.1
+"""Below it every worker would be lost at once, whatever a script says."""
 
 
 def last_name(slot: members.Slot) -> str:
@@ -77,6 +81,45 @@ def drifted(drift: DriftLine, roster: Sequence[str]) -> list[tuple[str, str]]:
     ]
 
 
+def event(worker: WorkerId, message: messages.FromWorker, calls: Sequence[PhaseRecord]) -> events.OfWorker:
+    """What a member says about itself; ``calls`` are those that the group has made."""
+    match message:
+        case messages.Ready():
+            return _offer(worker, message, calls)
+        case messages.Beat():
+            m = message
+            return events.Beaten(worker, m.round, m.progress, m.waiting, m.usual_s, m.active, m.era)
+        case messages.Leaving(reason=reason):
+            return events.Leaving(worker, first_line(reason))
+        case messages.Stopped(era=era, exchange=exchange, active=active, failed=failed):
+            return events.Stopped(worker, era, exchange, active, first_line(failed))
+        case messages.Entered(era=era, exchange=exchange):
+            return events.Entered(worker, era, exchange)
+        case messages.Failed(reason=reason, fatal=fatal, own=own):
+            return events.Failed(worker, first_line(reason) or "no reason given", fatal, own)
+        case messages.Finished(left=left):
+            return events.Finished(worker, left)
+        case messages.Hello() | messages.Put() | messages.Lines() | messages.Plan() | messages.Saved():
+            raise AssertionError("not an event of the roster")
+        case _:
+            assert_never(message)
+
+
+def _offer(worker: WorkerId, ready: messages.Ready, calls: Sequence[PhaseRecord]) -> events.Offered:
+    try:
+        dead_after_s = float(ready.signature.settings["dead_after"])
+    except (KeyError, ValueError):
+        dead_after_s = 0.0
+    length: int | None = None
+    recorded: int | None = None
+    call = ready.call
+    # Where the tasks differ, the group says so when the call is made.
+    if call is not None and 0 <= call.place < len(calls) and calls[call.place].task == call.task:
+        length, recorded = call.length, calls[call.place].length
+    given_s = dead_after_s if dead_after_s >= LEAST_DEAD_AFTER_S else None
+    return events.Offered(worker, terms(ready.signature), ready.address, given_s, length, recorded)
+
+
 def arrival(peer: int, hello: messages.Hello) -> events.Arrived:
     """A worker introduces itself."""
     return events.Arrived(
@@ -106,14 +149,41 @@ def terms(signature: messages.Signature) -> Terms:
     return Terms(signature.version, parameters, tuple(sorted(signature.settings.items())))
 
 
-def texts(workers: Iterable[WorkerId]) -> list[str]:
+def started(effect: events.StartEra, term: int, written: int, last_round: int) -> messages.EraStart:
+    """An era begins; ``written`` records and rounds up to ``last_round`` are known of the run."""
+    return messages.EraStart(
+        term,
+        effect.era,
+        effect.attempt,
+        _texts(effect.roster),
+        effect.donor,
+        effect.exchange,
+        _addressed(effect.addresses),
+        written,
+        list(effect.checkpoints),
+        last_round,
+    )
+
+
+def planned(effect: events.PlanEra, term: int) -> messages.EraPlan:
+    """An era will begin."""
+    names, addresses = _texts(effect.roster), _addressed(effect.addresses)
+    return messages.EraPlan(term, effect.era, effect.attempt, names, effect.donor, addresses)
+
+
+def broken(effect: events.BreakEra, term: int) -> messages.Broken:
+    """The present era is over."""
+    return messages.Broken(term, effect.era, effect.reason, effect.attempt, _texts(effect.roster))
+
+
+def _texts(workers: Iterable[WorkerId]) -> list[str]:
     """Names as they travel."""
     return [str(worker) for worker in workers]
 
 
-def addressed(addresses: Mapping[WorkerId, str]) -> dict[str, str]:
+def _addressed(addresses: Iterable[tuple[WorkerId, str]]) -> dict[str, str]:
     """Addresses as they travel."""
-    return {str(name): address for name, address in addresses.items()}
+    return {str(name): address for name, address in addresses}
 
 
 def first_line(text: str) -> str:

@@ -20,7 +20,8 @@ from websockets.exceptions import ConnectionClosed
 from pliant.control import messages
 from pliant.core import events
 from pliant.errors import UsageError
-from pliant.runtime.coordinator import Charter, Coordinator
+from pliant.runtime.charter import Charter
+from pliant.runtime.coordinator import Coordinator
 from pliant.runtime.journaling import JournalFile
 from pliant.runtime.service import TICK_S
 from pliant.testing.network import End, Network, Wire

@@ -9,7 +9,6 @@ Source    ours; control/client.py, whose loops ``_flush`` and ``_lost`` follow l
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,8 @@ import msgspec
 from websockets.exceptions import ConnectionClosed
 
 from pliant.control import client
-from pliant.control.client import AGAIN_S, CONNECT_S, FAREWELL_S, GIVE_UP_S, Link, Position
+from pliant.control.client import AGAIN_S, GIVE_UP_S, Link, Position
+from pliant.control.keeping import Keeping
 from pliant.control.mailbox import Mailbox
 from pliant.control.messages import (
     Beat,
@@ -31,6 +31,7 @@ from pliant.control.messages import (
     decode_from_coordinator,
     encode,
 )
+from pliant.control.opening import CONNECT_S, FAREWELL_S
 from pliant.errors import PliantError, Refused, RunEnded, Stopped
 from pliant.testing.network import End, Network
 from pliant.testing.virtual import Process
@@ -98,10 +99,6 @@ class VirtualLink(Link):
         self.position = Position()
         self._pledges: dict[str, FromWorker] = {}
         self._puts: list[Put] = []
-        self._lines: deque[bytes] = deque()
-        self._lines_lock = threading.Lock()
-        self._first_line = self._sent_lines = 0
-        self.sends_lines = False
         self._outbox: deque[FromWorker] = deque()
         self._entries: list[FromWorker] = []
         self._waiting = _Bell(self._ring)  # type: ignore[assignment]
@@ -114,6 +111,8 @@ class VirtualLink(Link):
         socket = self._dialled(blocking=True)
         hello = Hello(slot=slot, pid=process.pid, version=version)
         self.mailbox = Mailbox(self._greet(socket, hello))  # type: ignore[arg-type]
+        self._lines = Keeping(self.mailbox)
+        self.sends_lines = False
         self._beat_every_s = self.mailbox.welcome.dead_after_s / 10
         self._attach(socket)
         self._tick()
@@ -188,9 +187,9 @@ class VirtualLink(Link):
             self._beaten_s = world.now_s
             entries.append(client._beat(self.position))
         try:
-            for lines in self._unsent_lines():
-                self.connection.send(encode(lines))
-                self._sent_lines = lines.first + len(lines.records)
+            for frame in self._lines.unsent(sends=self.sends_lines):
+                self.connection.send(encode(frame))
+                self._lines.sent(frame)
             while entries:
                 self.connection.send(encode(entries[0]))
                 entries.pop(0)

@@ -22,7 +22,7 @@ from pliant.core.ledger import MicroBatch, samples_of
 from pliant.core.tickets import Kind
 from pliant.errors import PliantError, RunEnded, Stopped
 from pliant.runtime import membership
-from pliant.runtime.coordinator import Charter
+from pliant.runtime.charter import Charter
 from pliant.runtime.eras import Eras
 from pliant.runtime.membership import Membership
 from pliant.runtime.place import Place

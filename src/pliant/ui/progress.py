@@ -33,7 +33,7 @@ REDRAW_S = 0.1
 TRAINING = ("training", "finished")
 CHANGING = ("starting", "waiting", "restarting", "leaving")
 GONE = ("left", "failed", "ended")
-"""The words of ``runtime.coordinator`` for what a worker is doing."""
+"""The words of ``runtime.translation`` for what a worker is doing."""
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 

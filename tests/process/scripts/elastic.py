@@ -106,16 +106,16 @@ def coordinator() -> int:
 
 def cut() -> None:
     """Be out of the coordinator's reach until it has taken this worker off the roster."""
-    from pliant.control import client
+    from pliant.control import opening
 
-    opened, until_s = client._opened, time.monotonic() + 1.5
+    opened, until_s = opening.opened, time.monotonic() + 1.5
 
-    def away(door: client.Door) -> Any:
+    def away(door: opening.Door) -> Any:
         while time.monotonic() < until_s:
             time.sleep(0.05)
         return opened(door)
 
-    client._opened = away
+    opening.opened = away
     run._membership.link.connection.socket.shutdown(2)
 
 

@@ -1,0 +1,110 @@
+"""What people and monitors can read about a run.
+
+Question  How is the run getting on, and what was notable about it?
+Holds     Figures are the journal's (``Tally``) and the roster's; nothing is decided here. Notes are printable, and the
+          last ones are kept.
+Source    ours.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from pliant.core import journal, members
+from pliant.core.events import Note
+from pliant.runtime import translation
+from pliant.runtime.status import Status, Tally
+from pliant.types import WorkerId
+
+EVENTS_KEPT = 1000
+
+
+class Happening(msgspec.Struct, frozen=True):
+    """One notable event of a run, for people and programs."""
+
+    unix_s: float
+    kind: str
+    worker: str
+    text: str
+
+
+class Bulletin:
+    """Kept by the coordinator, for whoever asks. ``unix_offset_s`` makes its clock's time that of a calendar."""
+
+    def __init__(self, job: str, term: int, unix_offset_s: float) -> None:
+        self.tally = Tally(job, term)
+        self._unix_offset_s = unix_offset_s
+        self._happenings: deque[Happening] = deque(maxlen=EVENTS_KEPT)
+
+    @property
+    def current(self) -> Status:
+        """The same object until the run goes back to a checkpoint."""
+        return self.tally.status
+
+    def add(self, record: journal.Record, now_s: float) -> list[Note]:
+        """Take in one journal record; what is notable about it."""
+        self.tally.add(record, now_s)
+        if not isinstance(record, journal.RoundRecord):
+            return []
+        notes: list[Note] = []
+        if record.delay is not None:
+            notes.append(Note("delay", translation.verdict(record)))
+        if record.drift is not None:
+            drifted = translation.drifted(record.drift, self.tally.roster)
+            notes += [Note("drift", text, WorkerId(worker)) for worker, text in drifted]
+        return notes
+
+    def rewind(self, history: Iterable[journal.Record], now_s: float) -> None:
+        """The run has gone back: so do its figures."""
+        before = self.current
+        self.tally = Tally(before.job, before.term)
+        self.tally.plan(before.epochs, before.samples_planned)
+        self.tally.resume(history, now_s)
+
+    def describe(self, state: members.Roster) -> None:
+        """What the roster's decisions have made of slots and eras."""
+        status = self.current
+        for slot in state.slots:
+            worker = members.worker_in(state, slot.name)
+            name = worker.name if worker is not None else translation.last_name(slot)
+            self.tally.describe(slot.name, name, translation.word(slot, worker), slot.restarts)
+        match state.course:
+            case members.Steady(era=era) | members.Planned(era=era):
+                status.era = max(status.era, era)
+            case _:
+                pass
+        status.restarts = sum(slot.restarts for slot in state.slots)
+
+    def note(self, note: Note, now_s: float) -> str:
+        """Keep a notable event; its text as a terminal may show it."""
+        text = translation.printable(note.text)
+        self._happenings.append(Happening(now_s + self._unix_offset_s, note.kind, note.worker, text))
+        return text
+
+    # for whoever asks
+
+    def status(self) -> bytes:
+        """The run's status as JSON."""
+        return msgspec.json.encode(self.current)
+
+    def happenings(self) -> bytes:
+        """The last notable events as a JSON list, one per line, newest last."""
+        return b"[" + b",\n ".join(msgspec.json.encode(happening) for happening in self._happenings) + b"]\n"
+
+    def figures(self) -> Mapping[str, float]:
+        """The run's numbers for its metrics."""
+        status = self.current
+        known = {"batch": status.batch, "rate": status.rate, "loss": status.loss}
+        return {
+            "samples": status.samples_total,
+            "rounds": status.rounds,
+            "eras": status.eras,
+            "restarts": status.restarts,
+            "era": status.era,
+            "term": status.term,
+            "workers": sum(worker.state == "training" for worker in status.workers),
+            **{name: value for name, value in known.items() if value is not None},
+        }
