@@ -239,8 +239,8 @@ class Run:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this worker prints and writes for the group."""
-        return self.era > 0 and self._worker.writes and self.roster[0] == self.worker
+        """Whether this worker prints and writes for the group; nobody does it a second time after a resume."""
+        return self._worker.leads
 
     @property
     def progress(self) -> float:

@@ -58,6 +58,9 @@ class Records(list[journal.Record]):
     def append(self, records: list[journal.Record]) -> None:  # type: ignore[override]
         self.extend(records)
 
+    def records(self) -> list[journal.Record]:
+        return list(self)
+
     def close(self) -> None: ...
 
 
@@ -440,6 +443,38 @@ def test_a_coordinator_waits_for_room_to_take_a_lost_ones_place(
     assert not full and coordinator.end is None
     assert capsys.readouterr().err.count("No space left on device; waiting") == 1
     file.close()
+
+
+def lines(first: int, *records: journal.Record) -> m.Lines:
+    return m.Lines(first, [journal.encode(record) for record in records])
+
+
+def test_what_is_past_is_told_for_certain_after_a_run_has_gone_back() -> None:
+    """Two calls are over, the checkpoint is of the first one, and everybody is lost."""
+    scene = Scene().started(1)
+    first = [phase(1, "train", 8), journal.PhaseEndRecord(1, [])]
+    second = [phase(2, "evaluate", 8), journal.PhaseEndRecord(2, [], 0.5)]
+    scene.say("w0", lines(0, journal.EraRecord(1, ["w0"]), *first[:1]))
+    scene.say("w0", m.Saved("c1", 2, 0))
+    scene.say("w0", lines(2, *first[1:], *second))
+    assert [past.task for past in scene.coordinator._bulletin.tally.past] == ["train", "evaluate"]
+    scene.exit("w0", -9)
+    scene.wait(1.0)
+    scene.hello("w0")
+    scene.ready("w0.2")
+    era = scene.wires["w0.2"].last(m.EraStart).era
+    scene.enter(era, "w0.2", exchange=1)
+    scene.enlist(1, owner=False)
+    # Where the run goes on from is not known before its first lines.
+    assert scene.hello("w1").last(m.Welcome).past == []
+    rewound = [journal.RewindRecord("c1", 2, "w0.2", 0), journal.EraRecord(era, ["w0.2"]), *first[1:]]
+    scene.say("w0.2", lines(5, *rewound))
+    scene.enlist(1, owner=False)
+    assert [past.task for past in scene.hello("w2").last(m.Welcome).past] == ["train"]
+    # What came in one frame with the word that it has gone back is counted once.
+    assert scene.coordinator.current.eras == 2 and not scene.coordinator._bulletin.tally._open_phases
+    scene.say("w0.2", lines(8, *second))
+    assert [past.task for past in scene.coordinator._bulletin.tally.past] == ["train", "evaluate"]
 
 
 async def sent(port: int, method: str, path: str, body: bytes = b"", header: str = "") -> tuple[int, str]:

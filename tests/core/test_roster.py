@@ -541,6 +541,42 @@ def test_total_loss_ends_the_run_with_the_last_words() -> None:
     assert end.exit_status == 7 and not end.completed
 
 
+def test_a_script_that_fails_again_and_again_since_one_checkpoint_ends_the_run() -> None:
+    world = World()
+    world.state = replace(world.state, checkpoints=("c1",))
+    world.started(2)
+    names = ["w0", "w1"]
+    for turn in range(4):
+        world.wait(1.0, tuple(names))
+        if turn == 1:
+            # It gets on in between.
+            world.state = replace(world.state, checkpoints=("c2", "c1"))
+        world.exit("w1", -9)
+        world.feed(Failed(WorkerId(names[0]), "ValueError: no"))
+        world.exit("w0", 3)
+        assert bool(of(StopAll, world.effects)) is (turn == 3)
+        if turn < 3:
+            world.wait(40.0)
+            names = [world.restarted(slot) for slot in ("w0", "w1")]
+            world.enter(world.state.last_era, *names)
+    assert "w0.4 failed (ValueError: no), again and again" in of(StopAll, world.effects)[0].reason
+    assert of(Ended, world.effects)[0].exit_status == 3
+
+
+def test_losses_since_one_checkpoint_may_be_as_many_as_they_like() -> None:
+    world = World()
+    world.state = replace(world.state, checkpoints=("c1",))
+    world.started(1)
+    name = "w0"
+    for _ in range(6):
+        world.wait(1.0, (name,))
+        world.exit("w0", -9)
+        world.wait(40.0)
+        name = world.restarted("w0")
+        world.enter(world.state.last_era, name)
+    assert not of(StopAll, world.effects)
+
+
 def test_a_sleeper_that_is_terminated_at_the_end_does_not_give_the_run_its_status() -> None:
     world = World().started(2)
     world.wait(1.0, ("w0", "w1"))

@@ -37,8 +37,10 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving.Saving.__init__, "__defaults__", (AtOnce,))
 
 
-def trained(directory: Path | None, crash_after: int | None = None, **settings: Any) -> tuple[dict[str, Any], Any]:
-    """Four epochs; what ``run.state`` and the model are at the end."""
+def trained(
+    directory: Path | None, crash_after: int | None = None, told: list[str] | None = None, **settings: Any
+) -> tuple[dict[str, Any], Any]:
+    """Four epochs; what ``run.state`` and the model are at the end. The leader tells the loss of every epoch."""
     torch.manual_seed(0)
     inputs = torch.randn(90, 5, dtype=torch.float64)
     samples = [(inputs[i], inputs[i].sum()[None]) for i in range(90)]
@@ -47,7 +49,7 @@ def trained(directory: Path | None, crash_after: int | None = None, **settings: 
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=30)
     average = nn.Linear(1, 1)
     drawn = 0
-    state = {"updates": 0, "epochs": 0, "average": average}
+    state: dict[str, Any] = {"updates": 0, "epochs": 0, "average": average}
     with pliant.join(
         model,
         optimizer,
@@ -68,7 +70,10 @@ def trained(directory: Path | None, crash_after: int | None = None, **settings: 
                     run.state["updates"] += 1
                     average.weight.data += 1.0
             run.evaluate(lambda batch: (float(model(batch[0]).sum()), len(batch[0])), samples, size=30)
-            run.state["epochs"] += 1
+            state["epochs"] += 1
+            if run.is_leader and told is not None:
+                told.append(f"{run.loss:.9f}")
+        assert run.state is state
         facts = run.state["updates"], run.state["epochs"], run.samples, scheduler.last_epoch
         return {"facts": facts, "average": float(average.weight.detach())}, {
             name: value.clone() for name, value in model.state_dict().items()
@@ -77,12 +82,15 @@ def trained(directory: Path | None, crash_after: int | None = None, **settings: 
 
 @pytest.mark.parametrize("crashes", [(1,), (2, 3), (17,), (20, 25, 12), (40, 1, 30)])
 def test_as_if_it_had_never_stopped(tmp_path: Path, crashes: tuple[int, ...]) -> None:
-    expected, weights = trained(None)
+    once: list[str] = []
+    told: list[str] = []
+    expected, weights = trained(None, told=once)
     for crash_after in crashes:
         with pytest.raises(Crash):
-            trained(tmp_path, crash_after)
-    facts, found = trained(tmp_path)
+            trained(tmp_path, crash_after, told)
+    facts, found = trained(tmp_path, told=told)
     assert facts["facts"] == expected["facts"]
+    assert told == once and len(once) == 4
     assert all(torch.equal(weights[name], found[name]) for name in weights)
 
 

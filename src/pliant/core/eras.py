@@ -12,7 +12,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from pliant.core import endings, losses
-from pliant.core.events import BreakEra, Effect, Note, PlanEra, StartEra
+from pliant.core.events import BreakEra, Effect, Note, PlanEra, SlotId, StartEra
 from pliant.core.members import (
     ATTEMPTS_PER_TERM,
     COOLDOWN_S,
@@ -48,6 +48,9 @@ from pliant.types import WorkerId
 
 SUSPICION_S = 0.15
 """After a failed collective the death that caused it is confirmed within this time, if there was one."""
+
+RELAPSES = 2
+"""A script that has failed so often again since the last checkpoint, with everything lost, will fail once more."""
 
 FRUITLESS_ERAS = 5
 """So many eras in a row without an exchange may be a series of deaths; more are waited between."""
@@ -191,13 +194,21 @@ def _lost_all(state: Roster, now_s: float) -> Step:
         return replace(state, course=Idle()), effects
     what, culprit = state.last_loss or ("all workers were lost", None)
     if state.checkpoints:
-        return _rewound(state, what, now_s)
+        return _rewound(state, what, culprit, now_s)
     reason = f"{what}: nobody is left who holds the model's state, so the run ends"
     return endings.stop(state, reason, now_s, culprit=culprit)
 
 
-def _rewound(state: Roster, what: str, now_s: float) -> Step:
+def _rewound(state: Roster, what: str, culprit: SlotId | None, now_s: float) -> Step:
     """Go back to the last checkpoint: whoever comes now begins with that. Scripts that are past it start again."""
+    slot = next((slot for slot in state.slots if slot.name == culprit), None)
+    failed = slot is not None and bool(slot.failure or "".join(slot.errors[-1:]))
+    relapses = state.relapses + 1 if failed and state.checkpoints[0] == state.rewound_to else 0
+    if relapses >= RELAPSES:
+        reason = (
+            f"{what}, again and again since the last checkpoint: mend the script, and go on with pliant run --resume"
+        )
+        return endings.stop(state, reason, now_s, culprit=culprit)
     effects: tuple[Effect, ...] = ()
     for worker in state.workers:
         state, more = losses.lose(state, worker, "has to start again, from a checkpoint", now_s, kind="rewound")
@@ -207,7 +218,7 @@ def _rewound(state: Roster, what: str, now_s: float) -> Step:
         # It had got on: this was a power cut, and no slot is to blame.
         state = replace(state, slots=tuple(_rested(slot, now_s) for slot in state.slots))
     state = replace(state, stage=Gathering(), course=Idle(), broken="", started_at=-1)
-    state = replace(state, rewinds=state.rewinds + 1, rewound_to=state.checkpoints[0])
+    state = replace(state, rewinds=state.rewinds + 1, rewound_to=state.checkpoints[0], relapses=relapses)
     return state, (*effects, Note("rewound", text))
 
 

@@ -355,12 +355,25 @@ class Roster(msgspec.Struct, frozen=True):
     """how often the run has gone back to one of them"""
     rewound_to: str = ""
     """the newest there was the last time"""
+    relapses: int = 0
+    """how often in a row the script has failed since that one, and everything was lost with it, after the first time"""
 
 
 Step = tuple[Roster, tuple[Effect, ...]]
 
 
 # Looking up and replacing
+
+
+def era_of(course: Course) -> int:
+    """The number of the era in force, or of the last one that was; 0: there is none."""
+    match course:
+        case Idle():
+            return 0
+        case Forming(start=start):
+            return start.era
+        case Steady(era=era) | Planned(era=era) | Halting(era=era):
+            return era
 
 
 def members_of(state: Roster) -> Iterator[tuple[Worker, Member]]:

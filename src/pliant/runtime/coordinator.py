@@ -239,8 +239,9 @@ class Coordinator:
         self._note(self._recorder.write(records, now_s), now_s)
         for record in records:
             if isinstance(record, journal.RewindRecord):
+                # The figures are made anew from everything that is written, what comes behind it included.
                 self._rewind(record, now_s)
-                continue
+                break
             for note in self._bulletin.add(record, now_s):
                 self._note(note, now_s)
 
@@ -321,10 +322,20 @@ class Coordinator:
             dead_after_s=self._state.dead_after_s,
             written=self._recorder.on_disk,
             running=running,
-            # Before the first era, or the first one after a loss of all, nothing is past for certain.
-            past=[] if isinstance(self._state.stage, members.Gathering) else list(self._bulletin.tally.past),
+            past=list(self._bulletin.tally.past) if self._knows_past() else [],
             rewinds=self._state.rewinds,
         )
+
+    def _knows_past(self) -> bool:
+        """Whether what the journal knows to be over is so for certain; else newcomers find that out as members.
+
+        Not before the first era, nor, where the run can go back to a checkpoint, until the era in force has told where
+        it began.
+        """
+        state = self._state
+        if isinstance(state.stage, members.Gathering):
+            return False
+        return not state.checkpoints or self._bulletin.tally.recorded_era >= members.era_of(state.course)
 
     def _announce(self, effect: events.StartEra | events.PlanEra | events.BreakEra) -> None:
         term = self._state.term

@@ -236,7 +236,11 @@ class Crossing:
     def _handed_round(self, seat: Seat, look: Callable[[], None], *, donor: bool) -> Handed:
         """The state that all enter the era with: the donor's."""
         if not donor:
-            return changes.decoded(_heard(lambda: seat.channel.told(seat.donor, look)))
+            handed = changes.decoded(_heard(lambda: seat.channel.told(seat.donor, look)))
+            if self._member.script.is_beyond(handed.group):
+                # However it came to be: a lost coordinator's word, or calls that were over before the run went back.
+                raise RunEnded(_PAST_IT)
+            return handed
         handed = self._member.handed
         reached(lambda: seat.channel.tell(changes.encoded(handed), seat.donor))
         return handed

@@ -71,7 +71,7 @@ class _Call:
 class Player:
     """Plays all workers of a run, to one script."""
 
-    writes = False
+    leads = False
 
     def __init__(
         self,

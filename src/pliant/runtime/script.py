@@ -111,6 +111,15 @@ class Script:
             return None
         return open_[self.depth - 1].number
 
+    def is_beyond(self, group: Group) -> bool:
+        """Whether the script has left calls that the group is still to make: the run has gone back to a checkpoint."""
+        return self.calls > len(_top_level(group))
+
+    def is_behind(self, group: Group) -> bool:
+        """Whether the script runs code between two calls that the group has run already."""
+        opened = bool(group.open) and not group.open[0].inner
+        return not self.stack and self.calls < len(_top_level(group)) + opened
+
     def is_at(self, group: Group) -> bool:
         """Whether the script is where the group is."""
         return self.depth == len(group.open) and self.phase(group) is not None

@@ -104,6 +104,8 @@ class Tally:
         self._rows: dict[str, WorkerStatus] = {}
         self.roster: list[str] = []
         """of the last era in the journal"""
+        self.recorded_era = 0
+        """its number"""
         self._recent: deque[tuple[float, int, list[int], list[float]]] = deque()
         self._recent_samples: list[int] = []
         self._recent_busy_s: list[float] = []
@@ -143,6 +145,7 @@ class Tally:
                 pass
             case EraRecord(era=era, roster=roster):
                 status.era, status.eras, self.roster = max(status.era, era), status.eras + 1, roster
+                self.recorded_era = max(self.recorded_era, era)
                 # What is counted by place in the roster begins anew.
                 self._forget_recent()
                 self._phase_rounds, self._phase_samples = 0, [0] * len(roster)

@@ -61,9 +61,6 @@ _SOON_S = 0.03
 class Worker:
     """One member of the group."""
 
-    writes = True
-    """whether it prints and writes for the group while it leads; who replays a run does not"""
-
     def __init__(
         self,
         me: WorkerId,
@@ -132,6 +129,12 @@ class Worker:
         """The kind of the innermost call that the script is in."""
         call = self._member.script.innermost
         return call.kind if call is not None else None
+
+    @property
+    def leads(self) -> bool:
+        """Whether it prints and writes for the group now; not while its script catches up with the others'."""
+        group = self.group
+        return group.era > 0 and group.roster[0] == self.me and not self._member.script.is_behind(group)
 
     def past(self, epoch: int) -> bool:
         """Whether the group is beyond ``epoch`` already: a newcomer passes over it."""

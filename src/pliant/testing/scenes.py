@@ -34,6 +34,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "kill", "kill", "pause", "hang", "slow", "leave", "drain", "join", "join", "scale", "cut", "cut_agent", "block",
         "isolate", "crash", "doze",
     ),
+    "latecomers": ("join",),
     "drift": ("drift",),
     "drifting": ("drift", "drift", "drift", "join", "kill", "leave", "drain", "pause", "crash"),
 }  # fmt: skip
@@ -91,6 +92,8 @@ def drawn(name: str, seed: int) -> Scene:
         return replace(scene, faults=faults, may_fail=True)
     if name == "rewinds":
         return _rewinds(chance, scene)
+    if name == "latecomers":
+        return _latecomers(chance, scene)
     count = chance.choice((1, 1, 2, 2, 3, 4)) if kinds else 0
     faults = tuple(_fault(chance, chance.choice(kinds), scene) for _ in range(count))
     if name == "drift" and chance.random() < 0.5:
@@ -119,6 +122,20 @@ def _rewinds(chance: random.Random, scene: Scene) -> Scene:
         checkpoint_every_s=chance.choice((0.02, 0.05, 0.1, 0.3)),
         damaged=chance.choice((0.0, 0.0, 0.2)),
     )
+
+
+def _latecomers(chance: random.Random, scene: Scene) -> Scene:
+    """Everybody is lost at once, and some come while the rest are going on from a checkpoint already."""
+    at_s = chance.uniform(0.3, 1.2)
+    faults = [Fault("kill", at_s=at_s + chance.uniform(0.0, 0.01), whom=index) for index in range(6)]
+    for _ in range(chance.choice((1, 1, 2))):
+        faults.append(Fault("join", at_s=3.0, occasion="restored", delay_s=chance.uniform(0.0, 0.1)))
+    if chance.random() < 0.3:
+        what = chance.choice(("kill", "crash", "cut", "doze"))
+        lasts_s = {"crash": 0.3, "doze": 0.8 * scene.dead_after_s}.get(what, 0.0)
+        faults.append(Fault(what, at_s=3.0, occasion="restored", delay_s=chance.uniform(0.0, 0.3), lasts_s=lasts_s))
+    every_s = chance.choice((0.05, 0.1, 0.3))
+    return replace(scene, faults=tuple(faults), may_fail=True, checkpoint_every_s=every_s, nested=0)
 
 
 def _fault(chance: random.Random, what: str, scene: Scene) -> Fault:

@@ -197,6 +197,15 @@ class Simulation:
         """What the slowest micro-batch takes, and the start of a process."""
         return 1.0 + 8 * max(self.scene.paces) * max(self.scene.sizes)
 
+    def _may_end(self, reason: str) -> bool:
+        """Whether faults explain that a run did not complete: everybody was lost, or has left."""
+        if not (self.scene.may_fail and self.checker.lost):
+            return False
+        if "nobody is left who holds" in reason:
+            # From a checkpoint it goes on, whoever was lost; only those who left of their own accord do not come back.
+            return not self.checker.checkpoints
+        return reason in ("all workers have left", "no worker is left")
+
     def run(self) -> Outcome:
         """Let it happen; the outcome carries the first thing that was wrong."""
         error: str | None = None
@@ -210,9 +219,7 @@ class Simulation:
             self.checker.conclude(completed=end.completed)
             # A coordinator that dies while everybody says goodbye leaves nobody who knows that all went well.
             forgotten = self.checker.over and self.host.restarts > 0
-            # From a checkpoint it goes on, whoever was lost; only those who left of their own accord do not come back.
-            mended = self.checker.checkpoints and "nobody is left who holds" in end.reason
-            if not end.completed and (mended or not (self.scene.may_fail and self.checker.lost)) and not forgotten:
+            if not end.completed and not forgotten and not self._may_end(end.reason):
                 raise Violation(f"the run ended: {end.reason}")
         except BaseException as failure:
             if isinstance(failure, KeyboardInterrupt):
