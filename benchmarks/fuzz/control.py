@@ -54,6 +54,7 @@ RECORDS: list[journal.Record] = [
     journal.PhaseEndRecord(1, [(72, 96)]),
     journal.CheckpointRecord("r1", 2, 1),
     journal.RewindRecord("r1", 2, "w0", 2),
+    journal.FinishingRecord("w0"),
     journal.RunRecord("job", VERSION, 1e9),
     journal.EndRecord("x", True),
 ]

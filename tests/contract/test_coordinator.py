@@ -445,6 +445,24 @@ def test_a_coordinator_waits_for_room_to_take_a_lost_ones_place(
     file.close()
 
 
+def test_a_run_that_is_finishing_is_not_begun_again_by_the_next_coordinator() -> None:
+    scene = Scene().started(2)
+    scene.say("w0", lines(0, journal.EraRecord(1, ["w0", "w1"])))
+    scene.say("w1", m.Finished())
+    assert isinstance(scene.journal[-1], journal.FinishingRecord)
+    clock_s = [200.0]
+    follower = Coordinator.resumed(CHARTER, scene.journal, list(scene.journal), 2, lambda: clock_s[0], 1e9)
+    after = Scene(follower, scene.journal)
+    after.enlist(0, name="a0", slots=("w0", "w1"))
+    after.exit("w1", 0)
+    after.exit("w0", -9)
+    for _ in range(40):
+        clock_s[0] += 0.5
+        follower.handle(events.Tick(), clock_s[0])
+    assert not after.agent.of(m.Start)
+    assert follower.end is not None and follower.end.completed and follower.end.exit_status == 0
+
+
 def lines(first: int, *records: journal.Record) -> m.Lines:
     return m.Lines(first, [journal.encode(record) for record in records])
 
@@ -543,4 +561,5 @@ def test_it_serves_over_real_sockets(tmp_path: Path) -> None:
     assert end == events.Ended("finished", completed=True, exit_status=0)
     assert (tmp_path / "term").read_text() == "1\n"
     with (tmp_path / "journal.jsonl").open("rb") as lines:
-        assert [type(record) for record in journal.read(lines)] == [journal.RunRecord, journal.EndRecord]
+        kinds = [type(record) for record in journal.read(lines)]
+    assert kinds == [journal.RunRecord, journal.FinishingRecord, journal.EndRecord]

@@ -24,6 +24,7 @@ from pliant.core.journal import (
     EntryLine,
     EraRecord,
     ExchangeRecord,
+    FinishingRecord,
     PhaseEndRecord,
     PhaseRecord,
     PolicyRecord,
@@ -147,7 +148,7 @@ class _Auditor:
             case RewindRecord(worker=worker, round=number):
                 self._roster, self._round = [worker], max(self._round, number)
                 self._rewinds += 1
-            case PolicyRecord() | CheckpointRecord():
+            case PolicyRecord() | CheckpointRecord() | FinishingRecord():
                 pass
         unplanned = isinstance(record, EraRecord) and record.entries is not None
         self._regrouped = unplanned or (self._regrouped and isinstance(record, PhaseEndRecord))

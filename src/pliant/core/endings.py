@@ -16,6 +16,7 @@ from pliant.core.events import (
     Dismiss,
     Effect,
     Ended,
+    Finishes,
     Kill,
     Note,
     ReleaseAgent,
@@ -92,7 +93,7 @@ def finished(state: Roster, worker: Worker, now_s: float) -> Step:
     state, effects = gone(state, worker, Fate.FINISHED), _closed(worker)
     if not isinstance(state.stage, Running):
         return state, effects
-    state = replace(state, stage=Finishing(now_s))
+    state, effects = replace(state, stage=Finishing(now_s)), (Finishes(worker.name), *effects)
     if isinstance(state.course, Planned) and _is_in(worker, state.course.era):
         # The end was reached in the old era: who was to come in has nothing to do.
         state = replace(state, course=Steady(state.course.era, state.course.floor))

@@ -307,6 +307,12 @@ class ReleaseAgent(msgspec.Struct, frozen=True):
     exit_status: int
 
 
+class Finishes(msgspec.Struct, frozen=True):
+    """The first worker has come to the end of its script: that must not be forgotten."""
+
+    worker: WorkerId
+
+
 class Note(msgspec.Struct, frozen=True):
     """Something notable happened: ``kind`` is a word for programs, ``text`` one line for people.
 
@@ -329,4 +335,4 @@ class Ended(msgspec.Struct, frozen=True):
 
 OnWorker = Admit | Refuse | Dismiss | Close | StartEra | PlanEra | BreakEra | AskToLeave | StopAll
 OnAgent = Enroll | Start | Terminate | Kill | ReleaseAgent
-Effect = OnWorker | OnAgent | Note | Ended
+Effect = OnWorker | OnAgent | Finishes | Note | Ended

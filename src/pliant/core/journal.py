@@ -221,6 +221,12 @@ class RewindRecord(msgspec.Struct, frozen=True, tag="rewind", tag_field="kind"):
     """the next one has a higher number than this: that of the checkpoint, or of the last void one"""
 
 
+class FinishingRecord(msgspec.Struct, frozen=True, tag="finishing", tag_field="kind"):
+    """A worker has come to the end of its script: the run has its result, and is not begun again, whoever dies now."""
+
+    worker: Name
+
+
 class EndRecord(msgspec.Struct, frozen=True, tag="end", tag_field="kind"):
     """The last line of a run that ended, well or not."""
 
@@ -240,6 +246,7 @@ Record = Union[  # noqa: UP007 - msgspec reads it at run time
     PhaseEndRecord,
     CheckpointRecord,
     RewindRecord,
+    FinishingRecord,
     EndRecord,
 ]
 
@@ -256,7 +263,7 @@ _CHECKSUM_LENGTH = len(_CHECKSUM % 0)
 
 
 FROM_WORKERS = (EraRecord, PolicyRecord, PhaseRecord, RoundRecord, ExchangeRecord, PhaseEndRecord, RewindRecord)
-"""Made by all workers alike, and numbered; runs, checkpoints and ends are the coordinator's own to write."""
+"""Made by all workers alike, and numbered; runs, checkpoints, finishes and ends are the coordinator's own to write."""
 
 
 def effective(records: Iterable[Record]) -> list[Record]:
@@ -281,7 +288,7 @@ def _stays(number: int, record: Record, records: int) -> bool:
     if isinstance(record, CheckpointRecord):
         # Written after what it is of.
         return record.records <= records
-    return number < records and not isinstance(record, EndRecord)
+    return number < records and not isinstance(record, FinishingRecord | EndRecord)
 
 
 def encode(record: Record) -> bytes:

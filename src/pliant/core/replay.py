@@ -22,6 +22,7 @@ from pliant.core.journal import (
     EndRecord,
     EraRecord,
     ExchangeRecord,
+    FinishingRecord,
     PhaseEndRecord,
     PhaseRecord,
     PolicyRecord,
@@ -94,7 +95,7 @@ class Replay:
                 return self._change(record)
             case RewindRecord():
                 return self._rewind(record)
-            case RunRecord() | CheckpointRecord() | EndRecord():
+            case RunRecord() | CheckpointRecord() | FinishingRecord() | EndRecord():
                 return []
 
     def _change(self, record: EraRecord) -> list[str]:

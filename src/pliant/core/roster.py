@@ -52,6 +52,7 @@ from pliant.core.members import (
     Cut,
     Departing,
     Fate,
+    Finishing,
     Forming,
     Gathering,
     Halting,
@@ -115,6 +116,11 @@ def rewound(state: Roster) -> Roster:
         checkpoints=state.checkpoints,
         rewinds=state.rewinds + 1,
     )
+
+
+def finishing(state: Roster, now_s: float) -> Roster:
+    """The state of a coordinator whose predecessor has heard that a worker came to its end."""
+    return replace(state, stage=Finishing(now_s)) if isinstance(state.stage, Running) else state
 
 
 def ended(state: Roster, reason: str, *, completed: bool, exit_status: int) -> Roster:

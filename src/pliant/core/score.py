@@ -24,6 +24,7 @@ from pliant.core.journal import (
     EndRecord,
     EraRecord,
     ExchangeRecord,
+    FinishingRecord,
     PhaseEndRecord,
     PhaseRecord,
     PolicyRecord,
@@ -200,7 +201,7 @@ class _Writing:
         match record:
             case CheckpointRecord():
                 self._checkpoints.append(record)
-            case RunRecord() | EndRecord():
+            case RunRecord() | FinishingRecord() | EndRecord():
                 pass
             case _ if group is None:
                 raise JournalError("the journal begins without an era")

@@ -22,6 +22,7 @@ from pliant.core.members import (
     Ending,
     Exited,
     Fate,
+    Finishing,
     Gathering,
     Member,
     Roster,
@@ -76,7 +77,10 @@ def ended(state: Roster, now_s: float) -> Step:
         speaking = worker is not None and isinstance(worker.line, Connected)
         if speaking and process.status == 0 and now_s - process.since_s < LAST_WORDS_S and _is_open(state):
             continue
-        if worker is not None:
+        if worker is not None and slot.inherited and process.status == 0 and isinstance(state.stage, Finishing):
+            # A lost coordinator has heard that the run is finishing, and perhaps from this worker.
+            state = endings.gone(state, worker, Fate.FINISHED)
+        elif worker is not None:
             state, more = losses.lose(state, worker, _gone(process), now_s, again=False)
             effects += more
         current = slot_of(state, slot.name)

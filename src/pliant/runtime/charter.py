@@ -62,7 +62,8 @@ def inherited(
     history = journal.effective(records)
     if rewind:
         # That it ended, not well, is over.
-        history = [record for record in history if not isinstance(record, journal.EndRecord)]
+        over = journal.FinishingRecord | journal.EndRecord
+        history = [record for record in history if not isinstance(record, over)]
     last = next((record for record in reversed(records) if isinstance(record, journal.EraRecord)), None)
     names = [WorkerId(name) for name in last.roster] if last is not None else []
     era = last.era if last is not None else 0
@@ -79,7 +80,8 @@ def inherited(
             state = roster.ended(state, reason, completed=completed, exit_status=status)
             return Legacy(state, history, Ended(reason, completed, status))
         case _:
-            return Legacy(state, history)
+            finishing = any(isinstance(record, journal.FinishingRecord) for record in history)
+            return Legacy(roster.finishing(state, now_s) if finishing else state, history)
 
 
 def checkpoints(history: Sequence[journal.Record]) -> tuple[str, ...]:

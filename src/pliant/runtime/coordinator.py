@@ -273,6 +273,8 @@ class Coordinator:
                 self._answer(effect)
             case events.StartEra() | events.PlanEra() | events.BreakEra():
                 self._announce(effect)
+            case events.Finishes(worker=worker):
+                self._write([journal.FinishingRecord(worker)])
             case events.AskToLeave(worker=worker, reason=reason):
                 self._workers.send(messages.Leave(reason), (worker,))
             case events.StopAll(reason=reason):

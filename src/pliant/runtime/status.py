@@ -19,6 +19,7 @@ from pliant.core.journal import (
     EndRecord,
     EraRecord,
     ExchangeRecord,
+    FinishingRecord,
     PhaseEndRecord,
     PhaseRecord,
     PolicyRecord,
@@ -141,7 +142,7 @@ class Tally:
         """Take in one journal record."""
         status = self.status
         match record:
-            case RunRecord() | PolicyRecord() | CheckpointRecord() | RewindRecord():
+            case RunRecord() | PolicyRecord() | CheckpointRecord() | RewindRecord() | FinishingRecord():
                 pass
             case EraRecord(era=era, roster=roster):
                 status.era, status.eras, self.roster = max(status.era, era), status.eras + 1, roster
