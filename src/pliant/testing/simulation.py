@@ -204,6 +204,9 @@ class Simulation:
         if "nobody is left who holds" in reason:
             # From a checkpoint it goes on, whoever was lost; only those who left of their own accord do not come back.
             return not self.checker.checkpoints
+        if self.scene.damaged and reason.endswith("is damaged"):
+            # All that there were.
+            return True
         return reason in ("all workers have left", "no worker is left")
 
     def run(self) -> Outcome:
