@@ -21,6 +21,7 @@ demo: venv
 test: check
 
 check: venv
+	sh tests/packages.sh
 	$(MAKE) --jobs=3 --output-sync=target check-code check-lost check-others
 
 # Tests with real processes wait half of the time: three lots of about the same length run side by side.
