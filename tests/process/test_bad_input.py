@@ -111,6 +111,19 @@ def test_what_the_loop_refuses(launch: Launcher, script: str, said: str) -> None
     ends_in_one_line(run, said)
 
 
+def test_a_second_join_in_a_job_is_refused_instead_of_passed_over(launch: Launcher) -> None:
+    run = launch(
+        """
+        for _ in range(2):
+            with pliant.join(model, optimizer, batch=16) as run:
+                loop(run)
+        """
+    )
+    assert run.wait() == 1, run.output
+    assert "UsageError: join was called a second time in this worker: a job is one run; train" in run.output
+    assert "failed after the training had ended (exit status 1)" in run.output
+
+
 def test_losses_that_are_not_finite_are_counted_and_shown(launch: Launcher) -> None:
     run = launch(
         """

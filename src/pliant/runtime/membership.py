@@ -33,7 +33,7 @@ from pliant.control.tls import client_context
 from pliant.core import journal
 from pliant.core.endings import QUIET_EXIT
 from pliant.core.group import Policy, Standing, founded
-from pliant.errors import Drifted, Left, PliantError, RunEnded, Stopped
+from pliant.errors import Drifted, Left, PliantError, RunEnded, Stopped, UsageError
 from pliant.runtime.environment import Job, current_job
 from pliant.runtime.eras import Eras
 from pliant.runtime.place import Forming, Place
@@ -180,6 +180,8 @@ def alone(offer: Offer) -> Membership:
 
 
 _appointed: list[Callable[[Offer], Membership]] = []
+_held: list[Job] = []
+"""the job that this process has, or had, a place in: the coordinator takes a second one for a newcomer's"""
 
 
 @contextmanager
@@ -199,6 +201,12 @@ def enrolled(offer: Offer) -> Membership:
     job = current_job()
     if job is None:
         return alone(offer)
+    if _held:
+        raise UsageError(
+            "join was called a second time in this worker: a job is one run; train everything in one `with` block, "
+            "or start each part with a `pliant run` of its own"
+        )
+    _held.append(job)
     link = _connected(job)
     try:
         return _entered(job, link, offer)
