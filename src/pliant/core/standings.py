@@ -16,6 +16,7 @@ from pliant.core import drawing, drift, ledger
 from pliant.core.drift import Drift
 from pliant.core.group import Group, OpenPhase, Standing
 from pliant.core.tickets import QUIET, Flag, Ticket
+from pliant.types import WorkerId
 
 _MOVING = Flag.LEAVING | Flag.READY
 
@@ -102,6 +103,14 @@ def deserted(group: Group, phase: OpenPhase) -> bool:
     """Whether an ``evaluate`` in a loop body goes on without anyone to compute it: who comes now is elsewhere."""
     body = phase.inner or len(group.open) > 1
     return body and Standing.LEAVING in group.standings and not drawing.at_work(group, phase)
+
+
+def fresh(known: frozenset[WorkerId], before: Group, after: Group, tickets: Sequence[Ticket]) -> frozenset[WorkerId]:
+    """Members that compute from now on, or since ``known`` was told, and have added nothing yet."""
+    follow = {w for w, standing in zip(before.roster, before.standings, strict=True) if standing is Standing.FOLLOWING}
+    active = {w for w, standing in zip(after.roster, after.standings, strict=True) if standing is Standing.ACTIVE}
+    added = {w for w, ticket in zip(before.roster, tickets, strict=True) if ticket.micro_batches}
+    return frozenset((known | follow) & active - added)
 
 
 def somebody_came_along(group: Group, tickets: Sequence[Ticket]) -> bool:

@@ -115,6 +115,8 @@ class Eras:
         """it was the last one to compute: of the user's state it has the newest, whatever else it takes over"""
         self._left: tuple[str, Any] | None = None
         """the last call that a newcomer came to the end of, and the user's state at that end"""
+        self._kept: dict[int, Any] = {}
+        """by exchange, the user's state after it, for one that asks when the next is settled already"""
         self._missed = math.inf
         """the first exchange with an update whose code this worker, about to go, has not run"""
         self._ahead: frozenset[WorkerId] = frozenset()
@@ -205,6 +207,9 @@ class Eras:
                 raise LookupError("it waits for the user's state itself")
             if want == [takeover.STATE] and restored is not None:
                 return {takeover.STATE: restored}
+            if want == [takeover.STATE] and as_of < group.exchange and as_of in self._kept:
+                # It has handed in nothing to the exchange since, and runs the code for that itself.
+                return {takeover.STATE: self._kept[as_of]}
             with training.plain():
                 return takeover.snapshot(training, self._carried, want)
 
@@ -342,6 +347,18 @@ class Eras:
         """Somebody may come to the end of this call without the user's state: keep it as it is now."""
         if self._carried["state"]:
             self._left = takeover.at_end_of(left), takeover.users_state_of(self._carried)
+
+    def keep_for_latecomers(self, exchange: int | None) -> None:
+        """Somebody has just begun to compute, and its question may come after the next update: keep what it asks for.
+
+        None: nobody has.
+        """
+        if exchange is None or not self._carried["state"]:
+            self._kept = {}
+        elif exchange not in self._kept:
+            # Nobody settles two exchanges more than the one who asks.
+            last = {number: state for number, state in self._kept.items() if number == exchange - 1}
+            self._kept = {**last, exchange: takeover.users_state_of(self._carried)}
 
     def users_state_arrived(self, exchange: int, left: str | None) -> bool:
         """Whether the user's state is here, and installed; ``left``: as it was at the end of that call."""

@@ -86,6 +86,7 @@ class Exchanges:
         if isinstance(group, Mismatch):
             raise Refused(group.reason)
         member.witness.opened(group, gathered)
+        member.fresh = standings.fresh(member.fresh, before, group, gathered)
         if len(group.open) > len(before.open):
             member.work.enter_phase()
         member.group = group
@@ -212,6 +213,7 @@ class Exchanges:
         if isinstance(decision, Mismatch):
             raise Refused(decision.reason)
         member.group, outcome = decision
+        member.fresh = standings.fresh(member.fresh, before, member.group, handed_in)
         work.flight = None
         trained = outcome.kind is Kind.TRAIN
         merged = trained and self._merge(outcome, flight, bitmap)

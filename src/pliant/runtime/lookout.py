@@ -65,6 +65,8 @@ class Lookout:
         """The script's code for the last update has run: newcomers may copy the state, and so may a checkpoint."""
         member = self._member
         eras = member.eras
+        if eras is not None:
+            eras.keep_for_latecomers(member.group.exchange if member.fresh and not member.follows else None)
         if eras is not None and eras.wanted:
             if member.follows:
                 eras.refuse(member.group)

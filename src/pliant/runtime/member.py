@@ -45,6 +45,8 @@ class Member:
         """the exchange that makes the buffers equal at a phase's end is still to come"""
         self.turned = -1
         """the last exchange that opened or ended a phase"""
+        self.fresh: frozenset[WorkerId] = frozenset()
+        """who has begun to compute and added nothing yet: it may still ask for the user's state"""
 
     @property
     def index(self) -> int:
