@@ -117,12 +117,12 @@ def agreed_plan(group: Group, tickets: Sequence[Ticket]) -> tuple[int, int] | No
 def _must_wait(group: Group, tickets: Sequence[Ticket]) -> bool:
     """Whether the state would leave with those who hold it.
 
-    Who plans an era does not know yet of a member that takes the state over again.
+    Who plans an era may not know yet of a member that takes the state over again, or believe that one has it.
     """
-    offenders, waiting, holders = dict(group.offences), False, False
-    for worker, standing, ticket in zip(group.roster, group.standings, tickets, strict=True):
+    waiting, holders = False, False
+    for standing, ticket in zip(group.standings, tickets, strict=True):
         # Who goes along does not have all of it yet, though it may have said that it can compute.
         follows = standing is Standing.FOLLOWING or bool(ticket.flags & Flag.FOLLOWING)
-        waiting = waiting or (follows and worker in offenders)
+        waiting = waiting or follows
         holders = holders or not (follows or standing is Standing.LEAVING or ticket.flags & Flag.LEAVING)
     return waiting and not holders
