@@ -804,6 +804,17 @@ def test_a_new_coordinator_believes_what_it_cannot_know_better() -> None:
     assert of(Admit, world.hello("w6"))[0].worker == "w6.101"
 
 
+def test_a_new_coordinator_believes_who_came_after_one_that_only_the_journal_knows() -> None:
+    world = resumed()
+    assert of(Admit, world.hello("w0", worker="w0.2", era=6, exchange=9, active=True))[0].worker == "w0.2"
+    assert {worker.name for worker in world.state.workers} == {"w0.2", "w1"}
+    # Not in the era that is written down, nor an earlier one, nor one whose successor is there.
+    assert of(Refuse, world.hello("w1", worker="w1.2", era=4, exchange=9, active=True))[0].again
+    assert of(Refuse, world.hello("w0", worker="w0", era=7, exchange=9, active=True))[0].again
+    assert of(Admit, world.hello("w1", worker="w1", era=6, exchange=9, active=True))
+    assert of(Refuse, world.hello("w1", worker="w1.2", era=7, exchange=9, active=True))[0].again
+
+
 def test_who_enters_an_era_that_is_broken_up_is_told_so() -> None:
     rules = Rules("train.py", "0.1.0")
     world = World(roster.resumed(rules, 2, 5.0, 100.0, 0, [], 0))

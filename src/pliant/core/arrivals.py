@@ -141,6 +141,9 @@ def _gone_on(state: Roster, slot: Slot, event: Arrived, now_s: float, trusting: 
     # At the end only a member has anything to say.
     if worker is None and trusting and not (finishing and event.era == 0) and _is_credible(state, slot, event):
         worker = _taken_at_its_word(event, now_s)
+        before = worker_in(state, slot.name)
+        if before is not None:
+            state = without_worker(state, before.name)
         _, number = slot_part(event.worker)
         slot = replace(slot, names=max(slot.names, number))
         state = with_slot(state, slot)
@@ -163,13 +166,18 @@ def _gone_on(state: Roster, slot: Slot, event: Arrived, now_s: float, trusting: 
     return state, (*old, admit, *redelivered(state, worker.name))
 
 
+def _succeeds(slot: Slot, present: Worker, event: Arrived) -> bool:
+    """Whether it came after one that only the journal knows, in an era that did not come to be written down."""
+    era = present.standing.era if isinstance(present.standing, Member) else 0
+    later = slot_part(event.worker)[1] > slot_part(present.name)[1] and event.era > era
+    return later and slot.inherited and not isinstance(present.line, Connected)
+
+
 def _is_credible(state: Roster, slot: Slot, event: Arrived) -> bool:
     """Whether a new coordinator may believe it: it does not know better."""
-    if (
-        event.worker in state.ghosts
-        or worker_in(state, slot.name) is not None
-        or slot_part(event.worker)[0] != slot.name
-    ):
+    present = worker_in(state, slot.name)
+    known = present is not None and not _succeeds(slot, present, event)
+    if known or event.worker in state.ghosts or slot_part(event.worker)[0] != slot.name:
         return False
     era = getattr(state.course, "era", 0)
     return event.era == 0 or event.era >= era
