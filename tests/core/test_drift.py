@@ -219,6 +219,9 @@ def test_nobody_leaves_with_the_state_before_the_healed_one_has_it(course: Cours
     assert course.group.standings[1] is Standing.ACTIVE
     follows = replace(tickets[1], flags=Flag.FOLLOWING)
     assert agreement.agreed_plan(course.group, [going[0], follows, going[2]]) is None
+    # Who leaves need not have it.
+    nobody = [replace(ticket, flags=ticket.flags | Flag.FOLLOWING) for ticket in going]
+    assert agreement.agreed_plan(course.group, nobody) == (1, 2)
     # Whoever it is that takes the state over.
     unsuspected = replace(course.group, offences=())
     assert agreement.agreed_plan(unsuspected, [going[0], follows, going[2]]) is None

@@ -119,10 +119,11 @@ def _must_wait(group: Group, tickets: Sequence[Ticket]) -> bool:
 
     Who plans an era may not know yet of a member that takes the state over again, or believe that one has it.
     """
-    waiting, holders = False, False
+    waiting, held = False, False
     for standing, ticket in zip(group.standings, tickets, strict=True):
+        if standing is Standing.LEAVING or ticket.flags & Flag.LEAVING:
+            continue
         # Who goes along does not have all of it yet, though it may have said that it can compute.
         follows = standing is Standing.FOLLOWING or bool(ticket.flags & Flag.FOLLOWING)
-        waiting = waiting or follows
-        holders = holders or not (follows or standing is Standing.LEAVING or ticket.flags & Flag.LEAVING)
-    return waiting and not holders
+        waiting, held = waiting or follows, held or not follows
+    return waiting and not held
