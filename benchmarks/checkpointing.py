@@ -44,16 +44,37 @@ class Course:
     rounds: int = 0
     cpu_s: float = 0.0
     main_s: float = 0.0
-    idle_mb: float = 0.0
-    """the resident size between checkpoints"""
-    peak_mb: float = 0.0
-    """while one is written"""
+    extra_mb: list[float] = field(default_factory=list)
+    """for each checkpoint: the largest resident size while it was there over the largest without it, before"""
+    without_mb: float | None = None
+    """None: none is there"""
     state_mb: float = 0.0
+
+    def begin(self) -> None:
+        """A checkpoint comes to be."""
+        self.without_mb = _status_mb("VmHWM")
+        _forget_peak()
+
+    def written(self) -> None:
+        """It is written; its copy is still there."""
+        if self.without_mb is not None:
+            self.extra_mb.append(_status_mb("VmHWM") - self.without_mb)
+
+    def rest(self) -> None:
+        """None is there."""
+        if self.without_mb is not None:
+            self.without_mb = None
+            _forget_peak()
 
 
 def _status_mb(name: str) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(float(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith(name))
+
+
+def _forget_peak() -> None:
+    """From now on VmHWM is of what follows."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def trained(directory: str, rounds: int) -> Course:
@@ -69,8 +90,10 @@ def trained(directory: str, rounds: int) -> Course:
         for x, y in run.batches(make_dataset(MODEL), size=SIZE):
             device.begin(len(x))
             run.backward(F.cross_entropy(model(x), y))
-            if run.step() and run.round >= rounds and saving._writing is None:
-                break
+            if run.step() and saving._writing is None:
+                course.rest()
+                if run.round >= rounds:
+                    break
         course.rounds, course.cpu_s, course.main_s = run.round, cpu_s() - used_s, time.thread_time() - main_s
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
     course.state_mb = sum(tensor.nbytes for tensor in [*model.parameters(), *state]) / 1e6
@@ -82,8 +105,7 @@ def _watch(saving: Any, course: Course) -> None:
     save = saving.save
 
     def saved(*arguments: Any) -> None:
-        course.idle_mb = _status_mb("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")
+        course.begin()
         began_s = time.thread_time()
         save(*arguments)
         course.copied_s.append(time.thread_time() - began_s)
@@ -93,11 +115,12 @@ def _watch(saving: Any, course: Course) -> None:
             began_s = time.thread_time()
             work()
             course.written_s.append(time.thread_time() - began_s)
-            course.peak_mb = max(course.peak_mb, _status_mb("VmHWM"))
+            course.written()
 
         return Thread(timed)
 
     saving.save, saving._begin = saved, begin
+    _forget_peak()
 
 
 def measure(rounds: int, say: Say) -> tuple[Trial, ...]:
@@ -117,7 +140,7 @@ def measure(rounds: int, say: Say) -> tuple[Trial, ...]:
         "copy_ms": median(course.copied_s) * 1e3,
         "cpu": (sum(course.copied_s) + written_s) / (course.cpu_s - sum(course.copied_s) - written_s),
         "main": sum(course.copied_s) / (course.main_s - sum(course.copied_s)),
-        "copies": (course.peak_mb - course.idle_mb) / course.state_mb,
+        "copies": max(course.extra_mb) / course.state_mb,
         "round_ms": course.cpu_s / course.rounds * 1e3,
         "state_mb": course.state_mb,
     }
