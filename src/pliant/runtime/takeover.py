@@ -9,6 +9,7 @@ Source    docs/design/0007-elastic.md.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -115,6 +116,8 @@ class Takeover:
         """who was asked for the user's state"""
         self._state_asked: str | None = None
         """for which"""
+        self._states_under_way: deque[int] = deque()
+        """as of which exchanges, one answer after another"""
         self._donors: list[str] = []
         self._asked: _Asked | None = None
         self._era = 0
@@ -219,8 +222,14 @@ class Takeover:
         """Ask for the user's own state; everything else is here."""
         recipient = self._line()
         if recipient is not None:
-            self._state_from, self._state_asked = recipient, STATE
-            recipient.request(self._era, as_of, [STATE])
+            self._request_state(recipient, as_of, STATE)
+
+    def _request_state(self, recipient: Recipient, as_of: int, name: str) -> None:
+        if recipient is not self._state_from:
+            self._states_under_way.clear()
+        self._state_from, self._state_asked = recipient, name
+        self._states_under_way.append(as_of)
+        recipient.request(self._era, as_of, [name])
 
     def users_state(self, exchange: int, left: str | None = None) -> Mapping[str, Any] | None:
         """The user's state once it is here; asks again where the donor failed or the answer is out of date.
@@ -235,14 +244,19 @@ class Takeover:
         if recipient is None:
             return None
         # A donor that failed was replaced, perhaps long ago; who came after it has not been asked for this.
-        failed = recipient is not self._state_from
-        answer = None if failed else recipient.arrived()
-        self._state_from, self._state_asked = recipient, name
-        if answer is not None and (left is not None or answer[0] >= exchange):
+        if recipient is not self._state_from:
+            self._request_state(recipient, exchange, name)
+            return None
+        answer = recipient.arrived()
+        if answer is None:
+            return None
+        as_of = self._states_under_way.popleft()
+        # Asked for less, the donor may have given more: the state after an update whose code is still to run here.
+        if left is not None or as_of >= exchange:
             return answer[1][name]
-        if failed or answer is not None:
+        if not self._states_under_way or self._states_under_way[-1] < exchange:
             # This worker was ready, and went along until it was dealt something.
-            recipient.request(self._era, exchange, [name])
+            self._request_state(recipient, exchange, name)
         return None
 
     # -- rounds meanwhile

@@ -1,0 +1,102 @@
+"""The user's own state comes as of the exchange at which a newcomer computes, whatever it had asked for before."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pliant.runtime.takeover import STATE, Takeover, at_end_of
+from pliant.runtime.update import Training
+
+
+class Line:
+    """To a donor whose answers the test gives."""
+
+    def __init__(self) -> None:
+        self.failed: str | None = None
+        self.asked: list[tuple[int, list[str]]] = []
+        self.answers: deque[Any] = deque()
+
+    def request(self, era: int, as_of: int, want: Sequence[str]) -> None:
+        self.asked.append((as_of, list(want)))
+
+    def answer(self, exchange: int, updates: int) -> None:
+        self.answers.append((exchange, {name: {"updates": updates} for name in self.asked[-1][1]}))
+
+    def arrived(self) -> Any:
+        return self.answers.popleft() if self.answers else None
+
+    def close(self) -> None: ...
+
+
+def newcomer() -> tuple[Takeover, list[Line]]:
+    model = nn.Linear(2, 1)
+    training = Training(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        reference=8,
+        grouped=True,
+        correction="none",
+        clip_norm=None,
+        scheduler=None,
+        schedule_by="batch",
+        scaler=None,
+    )
+    lines: list[Line] = []
+
+    def connect(address: str) -> Line:
+        lines.append(Line())
+        return lines[-1]
+
+    takeover = Takeover(training, {"state": {"updates": 0}}, connect, tensors=False)
+    takeover.restart(["there", "elsewhere"], 1, 10, keep=True)
+    return takeover, lines
+
+
+def test_what_was_asked_for_is_taken() -> None:
+    takeover, lines = newcomer()
+    takeover.ask_state(12)
+    assert takeover.users_state(12) is None
+    lines[0].answer(12, updates=4)
+    assert takeover.users_state(12) == {"updates": 4}
+    # Ahead of the one who asked, the donor gives what it has kept.
+    takeover.ask_state(14)
+    lines[0].answer(15, updates=5)
+    assert takeover.users_state(14) == {"updates": 5}
+
+
+def test_a_late_answer_to_an_old_question_is_not_taken() -> None:
+    takeover, lines = newcomer()
+    takeover.ask_state(12)
+    takeover.ask_state(13)
+    lines[0].answer(12, updates=4)
+    assert takeover.users_state(15) is None, "it has gone along since"
+    # The donor has settled 16 meanwhile, and its script has counted that; here that code is still to run.
+    lines[0].answer(16, updates=6)
+    assert takeover.users_state(15) is None
+    assert lines[0].asked == [(12, [STATE]), (13, [STATE]), (15, [STATE])], "once is enough"
+    lines[0].answer(16, updates=5)
+    assert takeover.users_state(15) == {"updates": 5}
+
+
+def test_another_donor_is_asked_anew() -> None:
+    takeover, lines = newcomer()
+    takeover.ask_state(12)
+    lines[0].failed = "gone"
+    assert takeover.users_state(13) is None
+    assert lines[1].asked == [(13, [STATE])]
+    lines[1].answer(13, updates=4)
+    assert takeover.users_state(13) == {"updates": 4}
+
+
+def test_the_state_at_the_end_of_a_call_is_of_no_other_moment() -> None:
+    takeover, lines = newcomer()
+    takeover.ask_state(12)
+    assert takeover.users_state(13, "call 2") is None
+    assert lines[1].asked == [(13, [at_end_of("call 2")])], "on a line of its own: the first one answers in turn"
+    lines[1].answer(20, updates=4)
+    assert takeover.users_state(14, "call 2") == {"updates": 4}
