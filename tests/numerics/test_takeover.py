@@ -16,7 +16,8 @@ from pliant.runtime.update import Training
 class Line:
     """To a donor whose answers the test gives."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str) -> None:
+        self.address = address
         self.failed: str | None = None
         self.asked: list[tuple[int, list[str]]] = []
         self.answers: deque[Any] = deque()
@@ -49,7 +50,7 @@ def newcomer() -> tuple[Takeover, list[Line]]:
     lines: list[Line] = []
 
     def connect(address: str) -> Line:
-        lines.append(Line())
+        lines.append(Line(address))
         return lines[-1]
 
     takeover = Takeover(training, {"state": {"updates": 0}}, connect, tensors=False)
@@ -100,3 +101,12 @@ def test_the_state_at_the_end_of_a_call_is_of_no_other_moment() -> None:
     assert lines[1].asked == [(13, [at_end_of("call 2")])], "on a line of its own: the first one answers in turn"
     lines[1].answer(20, updates=4)
     assert takeover.users_state(14, "call 2") == {"updates": 4}
+
+
+def test_who_computes_by_now_may_be_asked() -> None:
+    takeover, lines = newcomer()
+    takeover.may_ask(["elsewhere", "later"])
+    for _ in range(4):
+        assert takeover.users_state(13) is None
+        lines[-1].failed = "it leaves, and others have a newer one"
+    assert [line.address for line in lines] == ["there", "elsewhere", "later", "there"]

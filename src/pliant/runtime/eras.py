@@ -278,6 +278,12 @@ class Eras:
         donors = sorted(holders, key=lambda worker: (standings[worker] is Standing.LEAVING, worker != first))
         return [seat.addresses[worker] for worker in donors if worker in seat.addresses and worker != self.place.me]
 
+    def _others_computing(self, group: Group) -> list[str]:
+        """The addresses of all others that compute now."""
+        pairs = zip(group.roster, group.standings, strict=True)
+        active = [worker for worker, standing in pairs if standing is Standing.ACTIVE and worker != self.place.me]
+        return [self._addresses[worker] for worker in active if worker in self._addresses]
+
     def pursue(self, exchange: int) -> None:
         """Ask for what is missing and install what has come."""
         if self._takeover is not None:
@@ -360,14 +366,16 @@ class Eras:
             last = {number: state for number, state in self._kept.items() if number == exchange - 1}
             self._kept = {**last, exchange: takeover.users_state_of(self._carried)}
 
-    def users_state_arrived(self, exchange: int, left: str | None) -> bool:
+    def users_state_arrived(self, group: Group, left: str | None) -> bool:
         """Whether the user's state is here, and installed; ``left``: as it was at the end of that call."""
         if self._takeover is None:
             return True
         if not self._carried["state"] or self._own_is_newest:
             self._drop_takeover()
             return True
-        values = self._takeover.users_state(exchange, left)
+        # Who was asked first may be about to go, and behind those who have come to compute since.
+        self._takeover.may_ask(self._others_computing(group))
+        values = self._takeover.users_state(group.exchange, left)
         if values is None:
             return False
         takeover.install_state(self._carried["state"], values)

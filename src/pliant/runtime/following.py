@@ -181,4 +181,4 @@ class Following:
         if eras is None:
             return
         left = member.script.position if ended else None
-        self._lookout.wait_at_rest(lambda: eras.users_state_arrived(member.group.exchange, left))
+        self._lookout.wait_at_rest(lambda: eras.users_state_arrived(member.group, left))

@@ -169,6 +169,10 @@ class Takeover:
             self._missing = everything(self._training)
             self._training.held = 0
 
+    def may_ask(self, donors: Sequence[str]) -> None:
+        """These hold the state too."""
+        self._donors += [address for address in donors if address not in self._donors]
+
     def _drop_recipient(self) -> None:
         if self._recipient is not None:
             self._recipient.close()
