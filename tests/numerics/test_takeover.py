@@ -1,4 +1,4 @@
-"""The user's own state comes as of the exchange at which a newcomer computes, whatever it had asked for before."""
+"""What a newcomer takes over is as of the exchange at which it goes on, whatever it had asked for or seen before."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from pliant.runtime.takeover import STATE, Takeover, at_end_of
 from pliant.runtime.update import Training
+from pliant.tensors.buffers import Buffers
 
 
 class Line:
@@ -110,3 +111,16 @@ def test_who_computes_by_now_may_be_asked() -> None:
         assert takeover.users_state(13) is None
         lines[-1].failed = "it leaves, and others have a newer one"
     assert [line.address for line in lines] == ["there", "elsewhere", "later", "there"]
+
+
+def test_a_merge_that_is_void_is_taken_back() -> None:
+    buffers = Buffers(nn.BatchNorm1d(2))
+    assert buffers.hand_in(1.0, leader=True) is None
+    buffers.grow(0b11)
+    summed = buffers.hand_in(1.0, leader=True)
+    assert summed is not None and summed.numel() == 4
+    buffers.begin_anew(0b01)
+    summed = buffers.hand_in(1.0, leader=True)
+    assert summed is not None and summed.numel() == 2
+    buffers.begin_anew(0)
+    assert buffers.hand_in(1.0, leader=True) is None

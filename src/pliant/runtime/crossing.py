@@ -149,7 +149,9 @@ class Crossing:
         member.witness.moved(eras.place.link)
         member.work.forget(0)
         newcomer = founded(member.group.policy, 0, (member.me,))
-        member.group = replace(newcomer, standings=(Standing.FOLLOWING,))
+        # The script has told its limit already, and a run that begins anew has it from there.
+        limit = member.group.samples_limit
+        member.group = replace(newcomer, standings=(Standing.FOLLOWING,), samples_limit=limit)
         self._forget_gradients()
         if script.stack:
             self._enlist(script.stack[0])
@@ -268,7 +270,7 @@ class Crossing:
         member.script.begins_anew()
         member.work.forget(depth)
         self._forget_gradients()
-        member.training.buffers.grow(handed.live)
+        member.training.buffers.begin_anew(handed.live)
         member.undrained = handed.undrained
         if not keep:
             member.witness.joined(handed.records)

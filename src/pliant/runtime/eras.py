@@ -257,6 +257,9 @@ class Eras:
 
         ``knows_best``: of all who are left this worker is the donor, whatever it lacks.
         """
+        # Who takes the state over has run that code, too, but waits for the outcome like any newcomer.
+        pairs = zip(group.roster, group.standings, strict=True)
+        self._ahead &= {worker for worker, standing in pairs if standing is not Standing.FOLLOWING}
         if self._takeover is None:
             self._own_is_newest = False
             return

@@ -99,6 +99,10 @@ class Buffers:
         self.live |= changed
         return bool(new)
 
+    def begin_anew(self, live: int) -> None:
+        """The group's merge has just these: what this worker saw grow may have been of an exchange that is void."""
+        self.live = live
+
     def _places(self) -> list[int]:
         return [index for index in range(len(self._tensors)) if self.live >> index & 1]
 

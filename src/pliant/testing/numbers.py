@@ -207,6 +207,9 @@ class VirtualBuffers:
         self.live |= changed
         return bool(new)
 
+    def begin_anew(self, live: int) -> None:
+        self.live = live
+
     def hand_in(self, weight: float, *, leader: bool) -> Flat | None:
         self._handed_in = list(self._own) if self.live else []
         return Flat([self._own[0] * exact(weight) % PRIME]) if self.live else None
