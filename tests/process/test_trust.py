@@ -163,10 +163,11 @@ with pliant.join(model, optimizer, batch=16, state={"best": 0.0}) as run:
                 said = True
                 print("trains", flush=True)
             together += len(run.roster) == 3
-            if together == 8:
+            if together >= 8:
                 break
-        if len(run.roster) == 3:
-            run.evaluate(lambda batch: ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1])), data, size=500)
+        run.evaluate(lambda batch: ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1])), data, size=500)
+        # The same answer for everybody, newcomers included: who passes over an epoch has its own idea of the roster.
+        if run.evaluate(lambda batch: (float(together >= 8), 1), [0], size=1):
             break
 """
 
