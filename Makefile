@@ -26,7 +26,7 @@ check: venv
 
 # Tests with real processes wait half of the time: three lots of about the same length run side by side.
 BESIDE := $(patsubst %,tests/process/test_%.py,examples groups training trust)
-LOST := $(patsubst %,tests/process/test_%.py,agents bad_input chaos coordinator_death deaths replay resuming wireguard)
+LOST := $(patsubst %,tests/process/test_%.py,agents bad_input chaos deaths replay)
 
 check-code: venv
 	$(BIN)/ruff format --check .
