@@ -46,7 +46,8 @@ check-fast: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --ignore=tests/process
+	$(BIN)/python -m pytest -m "not slow" tests/process
 
 # torchft's own requirements would replace torch, hence --no-deps in benchmarks/install.sh.
 bench: venv

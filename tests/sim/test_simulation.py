@@ -35,6 +35,7 @@ def test_two_thousand_seeds_hold() -> None:
     assert summary.seeds == 2000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scene", "seed"), kept())
 def test_seeds_that_once_failed_hold(scene: str, seed: int) -> None:
     assert simulated(scene, seed).error is None
