@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import TensorDataset
 
 import pliant
+from numerics.trainings import training_of
 from pliant.core.tickets import Kind
 from pliant.runtime.takeover import META, Takeover, snapshot
 from pliant.runtime.update import Training
@@ -177,17 +178,7 @@ def test_a_newcomer_catches_up_with_rounds_and_results_in_their_order(name: str)
         mine = nn.Linear(4, 2)
         own = torch.optim.SGD(mine.parameters(), lr=0.05, momentum=0.9)
         scheduler = MAKERS[name](own)
-        training = Training(
-            mine,
-            own,
-            reference=8,
-            grouped=True,
-            correction="none",
-            clip_norm=None,
-            scheduler=scheduler,
-            schedule_by="batch",
-            scaler=None,
-        )
+        training = training_of(mine, own, scheduler)
         return training, {"optimizer": own, "scheduler": scheduler, "scaler": None, "state": {}}, mine
 
     (donor, carried, given), (newcomer, taken, mine) = made(1), made(2)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from numerics.trainings import training_of
 from pliant.runtime.takeover import STATE, Takeover, at_end_of
-from pliant.runtime.update import Training
 from pliant.tensors.buffers import Buffers
 
 
@@ -35,19 +36,13 @@ class Line:
     def close(self) -> None: ...
 
 
-def newcomer() -> tuple[Takeover, list[Line]]:
+Newcomer = tuple[Takeover, list[Line]]
+
+
+@pytest.fixture
+def newcomer() -> Iterator[Newcomer]:
     model = nn.Linear(2, 1)
-    training = Training(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        reference=8,
-        grouped=True,
-        correction="none",
-        clip_norm=None,
-        scheduler=None,
-        schedule_by="batch",
-        scaler=None,
-    )
+    training = training_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
     lines: list[Line] = []
 
     def connect(address: str) -> Line:
@@ -56,11 +51,13 @@ def newcomer() -> tuple[Takeover, list[Line]]:
 
     takeover = Takeover(training, {"state": {"updates": 0}}, connect, tensors=False)
     takeover.restart(["there", "elsewhere"], 1, 10, keep=True)
-    return takeover, lines
+    yield takeover, lines
+    takeover.close()
+    training.close()
 
 
-def test_what_was_asked_for_is_taken() -> None:
-    takeover, lines = newcomer()
+def test_what_was_asked_for_is_taken(newcomer: Newcomer) -> None:
+    takeover, lines = newcomer
     takeover.ask_state(12)
     assert takeover.users_state(12) is None
     lines[0].answer(12, updates=4)
@@ -71,8 +68,8 @@ def test_what_was_asked_for_is_taken() -> None:
     assert takeover.users_state(14) == {"updates": 5}
 
 
-def test_a_late_answer_to_an_old_question_is_not_taken() -> None:
-    takeover, lines = newcomer()
+def test_a_late_answer_to_an_old_question_is_not_taken(newcomer: Newcomer) -> None:
+    takeover, lines = newcomer
     takeover.ask_state(12)
     takeover.ask_state(13)
     lines[0].answer(12, updates=4)
@@ -85,8 +82,8 @@ def test_a_late_answer_to_an_old_question_is_not_taken() -> None:
     assert takeover.users_state(15) == {"updates": 5}
 
 
-def test_another_donor_is_asked_anew() -> None:
-    takeover, lines = newcomer()
+def test_another_donor_is_asked_anew(newcomer: Newcomer) -> None:
+    takeover, lines = newcomer
     takeover.ask_state(12)
     lines[0].failed = "gone"
     assert takeover.users_state(13) is None
@@ -95,8 +92,8 @@ def test_another_donor_is_asked_anew() -> None:
     assert takeover.users_state(13) == {"updates": 4}
 
 
-def test_the_state_at_the_end_of_a_call_is_of_no_other_moment() -> None:
-    takeover, lines = newcomer()
+def test_the_state_at_the_end_of_a_call_is_of_no_other_moment(newcomer: Newcomer) -> None:
+    takeover, lines = newcomer
     takeover.ask_state(12)
     assert takeover.users_state(13, "call 2") is None
     assert lines[1].asked == [(13, [at_end_of("call 2")])], "on a line of its own: the first one answers in turn"
@@ -104,8 +101,8 @@ def test_the_state_at_the_end_of_a_call_is_of_no_other_moment() -> None:
     assert takeover.users_state(14, "call 2") == {"updates": 4}
 
 
-def test_who_computes_by_now_may_be_asked() -> None:
-    takeover, lines = newcomer()
+def test_who_computes_by_now_may_be_asked(newcomer: Newcomer) -> None:
+    takeover, lines = newcomer
     takeover.may_ask(["elsewhere", "later"])
     for _ in range(4):
         assert takeover.users_state(13) is None

@@ -72,6 +72,12 @@ def unpacked_entry(data: bytes) -> Entry:
     return Entry(bool(active), tuple(dropped[:depth]), tuple(kept[:depth]), tuple(points[:depth]))
 
 
+def _active(group: Group) -> list[WorkerId]:
+    """Who computes, in the roster's order."""
+    pairs = zip(group.roster, group.standings, strict=True)
+    return [worker for worker, standing in pairs if standing is Standing.ACTIVE]
+
+
 class Donor(Protocol):
     """Hands this worker's state on (``tensors.handoff.Donor``)."""
 
@@ -192,8 +198,7 @@ class Eras:
 
     def serve(self, training: Training, group: Group, restored: Mapping[str, Any] | None) -> None:
         """Give newcomers what they asked for, as of now; ``restored``: the user's state that is yet to be installed."""
-        standings = zip(group.roster, group.standings, strict=True)
-        active = {worker for worker, standing in standings if standing is Standing.ACTIVE}
+        active = _active(group)
 
         def snapshot(want: Sequence[str], as_of: int) -> dict[str, Any]:
             at_end = takeover.is_of_end(want)
@@ -247,10 +252,8 @@ class Eras:
 
     def trust_own_state(self, group: Group, *, was_active: bool) -> None:
         """A new era begins with ``group``. Where nobody else computed, nobody has a newer user's state to ask for."""
-        pairs = zip(group.roster, group.standings, strict=True)
-        active = {worker for worker, standing in pairs if standing is Standing.ACTIVE}
         held = self._own_is_newest or (was_active and self.holds_all)
-        self._own_is_newest = held and active <= {self.place.me}
+        self._own_is_newest = held and set(_active(group)) <= {self.place.me}
 
     def go_on(self, group: Group, seat: Seat, *, knows_best: bool) -> None:
         """An era has begun while something is still to come: ask those who are in it.
@@ -283,9 +286,8 @@ class Eras:
 
     def _others_computing(self, group: Group) -> list[str]:
         """The addresses of all others that compute now."""
-        pairs = zip(group.roster, group.standings, strict=True)
-        active = [worker for worker, standing in pairs if standing is Standing.ACTIVE and worker != self.place.me]
-        return [self._addresses[worker] for worker in active if worker in self._addresses]
+        others = [worker for worker in _active(group) if worker != self.place.me]
+        return [self._addresses[worker] for worker in others if worker in self._addresses]
 
     def pursue(self, exchange: int) -> None:
         """Ask for what is missing and install what has come."""
@@ -329,10 +331,8 @@ class Eras:
     def heal(self, training: Training, group: Group, donor: int) -> None:
         """This worker's state is not that of the others: begin anew, in the same era, with ``donor``'s."""
         self._drop_takeover()
-        first = group.roster[donor]
-        holders = [w for w, standing in zip(group.roster, group.standings, strict=True) if standing is Standing.ACTIVE]
-        donors = sorted(holders, key=lambda worker: worker != first)
-        addresses = [self._addresses[worker] for worker in donors if worker in self._addresses]
+        first = self._addresses.get(group.roster[donor])
+        addresses = sorted(self._others_computing(group), key=lambda address: address != first)
         self._taking(training).restart(addresses, group.era, group.exchange, keep=False)
         self._healing = True
 

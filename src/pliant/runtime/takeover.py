@@ -170,7 +170,7 @@ class Takeover:
             self._training.held = 0
 
     def may_ask(self, donors: Sequence[str]) -> None:
-        """These hold the state too."""
+        """These compute by now; one that lacks the state itself says so, and the next one is asked."""
         self._donors += [address for address in donors if address not in self._donors]
 
     def _drop_recipient(self) -> None:

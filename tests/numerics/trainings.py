@@ -1,0 +1,25 @@
+"""A worker's part of the numerics, with nothing around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from pliant.runtime.update import Training
+
+
+def training_of(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> Training:
+    """As in a group, with a reference batch of eight samples and nothing that would change the gradients."""
+    return Training(
+        model,
+        optimizer,
+        reference=8,
+        grouped=True,
+        correction="none",
+        clip_norm=None,
+        scheduler=scheduler,
+        schedule_by="batch",
+        scaler=None,
+    )
