@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -10,6 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from pliant.core import journal
+from pliant.ui.demo import pliant_result
 
 pytestmark = pytest.mark.slow
 
@@ -49,8 +54,8 @@ def test_the_demo_shows_both_systems(tmp_path: Path) -> None:
         assert name in done.stdout, name
     assert "every sample was used exactly once per epoch" in done.stdout
     assert "20 rounds, agree to" in done.stdout, done.stdout
-    assert "w1 died: the next update came after" in done.stdout
-    assert "w1.2 joined: the next update came after" in done.stdout
+    assert re.search(r"\bw1 died\b.*: the next update came after", done.stdout), done.stdout
+    assert re.search(r"\bw1\.2 joined\b.*: the next update came after", done.stdout), done.stdout
     assert done.stdout.rstrip().endswith("times as fast as DDP.")
     assert "epoch 1/" in done.stderr, "no progress was shown"
     assert not processes_in(tmp_path)
@@ -91,6 +96,33 @@ def _gone(pid: int) -> None:
         assert select.select([descriptor], [], [], LIMIT_S)[0], f"{pid} still runs"
     finally:
         os.close(descriptor)
+
+
+def test_a_worker_lost_in_the_measured_epochs_is_one_device_with_its_successor(tmp_path: Path) -> None:
+    """On a very busy machine the emulated devices' workers can be lost as any other."""
+
+    def measured(era: int, number: int, samples: list[int]) -> journal.RoundRecord:
+        tickets = [journal.TicketLine([], 1, n, float(n), 0.5, 0.1, 0.0, 0.0, 0.0, 0.0, 1.0, 0) for n in samples]
+        batch = sum(samples)
+        return journal.RoundRecord(era, number, 1, batch, batch, 1.0, 0.1, 0.25, True, batch, tickets)
+
+    records = [
+        journal.EraRecord(1, ["w0", "w1", "w2", "w3"]),
+        journal.PhaseRecord(1, "batches", 0, 100, 100, [4] * 4, [0] * 4, 1),
+        measured(1, 1, [8, 8, 4, 2]),
+        journal.EraRecord(2, ["w0", "w1", "w2"]),
+        measured(2, 2, [9, 9, 4]),
+        journal.EraRecord(3, ["w0", "w1", "w2", "w3.2"]),
+        measured(3, 3, [8, 8, 4, 3]),
+    ]
+    for name, trained_s in (("w0", 2.0), ("w1", 2.0), ("w2", 2.0), ("w3.2", 0.5)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"trained_s": trained_s, "accuracy": 0.9}))
+    (tmp_path / "updates.json").write_text("[]")
+    result = pliant_result(records, tmp_path)
+    assert [share.samples for share in result.shares] == [25, 25, 12, 5]
+    assert [share.busy_s for share in result.shares] == [1.5, 1.5, 1.5, 1.0]
+    assert [share.idle_s for share in result.shares] == [0.5, 0.5, 0.5, 1.0]
+    assert (result.trained_s, result.accuracy) == (2.0, 0.9)
 
 
 def test_scikit_learn_is_asked_for(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ class Result:
 
     @property
     def harvest(self) -> float:
-        return self.samples_per_s / sum(share.samples / share.busy_s for share in self.shares)
+        return self.samples_per_s / sum(share.samples / share.busy_s for share in self.shares if share.samples)
 
 
 def main() -> int:
@@ -183,17 +183,27 @@ def _records(directory: Path) -> list[journal.Record]:
 
 
 def pliant_result(records: Sequence[journal.Record], results: Path) -> Result:
-    """Samples and busy time of the measured epochs from the journal; idle is the rest of the time in their loops."""
-    roster = next(record.roster for record in records if isinstance(record, journal.EraRecord))
+    """Samples and busy time of the measured epochs from the journal; idle is the rest of the time in their loops.
+
+    A device is who works on it: on a very busy machine a worker may be lost here too, and its successor goes on.
+    """
+    rosters = {r.era: r.roster for r in records if isinstance(r, journal.EraRecord)}
     measured = {r.phase for r in records if isinstance(r, journal.PhaseRecord) and r.epoch < EPOCHS}
-    tickets = [r.tickets for r in records if isinstance(r, journal.RoundRecord) and r.phase in measured]
-    figures = [_figures(results / f"{name}.json") for name in roster]
-    shares: list[Share] = []
-    for place, figure in enumerate(figures):
-        busy_s = sum(row[place].busy_s for row in tickets)
-        samples = sum(row[place].samples for row in tickets)
-        shares.append(Share(samples, busy_s, max(0.0, figure["trained_s"] - busy_s)))
-    return Result(shares, max(figure["trained_s"] for figure in figures), figures[0]["accuracy"])
+    samples, busy_s = [0] * len(PACES), [0.0] * len(PACES)
+    for record in records:
+        if isinstance(record, journal.RoundRecord) and record.phase in measured:
+            for name, ticket in zip(rosters[record.era], record.tickets, strict=True):
+                samples[_place(name)] += ticket.samples
+                busy_s[_place(name)] += ticket.busy_s
+    figures = [_figures(path) for path in sorted(results.glob("w*.json"))]
+    trained_s = max(figure["trained_s"] for figure in figures)
+    shares = [Share(*each, max(0.0, trained_s - each[1])) for each in zip(samples, busy_s, strict=True)]
+    return Result(shares, trained_s, figures[0]["accuracy"])
+
+
+def _place(worker: str) -> int:
+    """Its device: w3 and, started in its place, w3.2 have the fourth."""
+    return int(worker.removeprefix("w").partition(".")[0])
 
 
 def changes_of(records: Sequence[journal.Record], updates: Sequence[tuple[float, int]]) -> list[str]:
