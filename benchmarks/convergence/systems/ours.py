@@ -1,11 +1,10 @@
 """Pliant's loop as a user writes it, with the snapshots beside it.
 
-Holds     Only the public interface is used. The batch is fixed at the reference batch, micro-batches have at most 16
-          samples; the leader keeps the snapshots.
+Holds     Only the public interface is used. The batch is fixed at the reference batch, and a worker computes its share
+          of it at once, as the other systems do; the leader keeps the snapshots.
 """
 
 import pliant
-from benchmarks.clusters import MICRO_BATCH
 from benchmarks.convergence import course as courses
 from benchmarks.convergence.trainee import Trainee
 
@@ -30,7 +29,7 @@ def train(trainee: Trainee, name: str) -> None:
         trainee.index = list(run.roster).index(run.worker)
         trainee.begin()
         for _ in run.epochs(course.epochs):
-            for x, y in run.batches(trainee.dataset, size=MICRO_BATCH):
+            for x, y in run.batches(trainee.dataset, size=course.batch):
                 run.backward(trainee.loss(model, x, y))
                 run.step()
                 steps, delayed = steps + 1, delayed + run.delay
