@@ -361,8 +361,13 @@ class Run:
                 "or give each call the weight= of its part"
             )
         self._computed = True
-        self._worker.training.backward(loss.reshape(()), weighs)
-        self._worker.contributed(weighs, loss.detach().reshape(()).to(torch.float64) * weighs)
+        scalar, training = loss.reshape(()), self._worker.training
+        self._worker.contribute(
+            weighs,
+            scalar.detach().to(torch.float64) * weighs,
+            lambda ready: training.backward(scalar, weighs, ready),
+            whole=weight is None,
+        )
 
     @boundary
     def step(self) -> bool:

@@ -19,7 +19,7 @@ from pliant.core import ledger, losses, regrouping
 from pliant.core.regrouping import Entry
 from pliant.runtime.bounds import Bounds
 from pliant.runtime.eras import Eras
-from pliant.runtime.exchanges import Exchanges
+from pliant.runtime.handing import HandingIn
 from pliant.runtime.place import EraBroken, Evicted
 from pliant.runtime.takeover import Takeover
 from pliant.runtime.witness import Reporter
@@ -150,7 +150,18 @@ def no_catching_up() -> list[Patch]:
 
 def half_settled() -> list[Patch]:
     """A round is not applied when the hand-in of the next one fails."""
-    return [(Exchanges, "_hand_in_or_remember", Exchanges.hand_in)]
+    return [(HandingIn, "hand_in_or_remember", HandingIn.hand_in)]
+
+
+def given_and_kept() -> list[Patch]:
+    """A contribution whose era ends while its parts are being summed is kept for the next one as well."""
+    complete = HandingIn._complete_or_remember
+
+    def completes(self: HandingIn, *, usable: bool) -> None:
+        if self._lookout.broken is None:
+            complete(self, usable=usable)
+
+    return [(HandingIn, "_complete_or_remember", completes)]
 
 
 def forgotten_pledge() -> list[Patch]:
@@ -170,6 +181,7 @@ BUGS: dict[str, tuple[str, Callable[[], list[Patch]]]] = {
     "leaver_draws_on": ("goings", leaver_draws_on),
     "no_catching_up": ("comings", no_catching_up),
     "half_settled": ("kills", half_settled),
+    "given_and_kept": ("kills", given_and_kept),
     "forgotten_pledge": ("lines", forgotten_pledge),
 }
 """name → the scene in which it shows, the patch"""

@@ -66,6 +66,13 @@ class Bounds:
             return True
         return self.next() is None
 
+    def last(self) -> bool:
+        """Whether the micro-batch that was just drawn completes the contribution, and nothing else will come of it."""
+        if self._member.leaving or self._member.work.flight is not None:
+            return False
+        share = self._allowance().micro_batches
+        return share is not None and self._member.work.contribution.micro_batches >= share
+
     def due_at_once(self) -> bool:
         """Whether the following contribution is handed in as its round begins: unless its share has just grown."""
         member = self._member

@@ -54,6 +54,14 @@ class Channels:
         """Begin to add up the tensors of an exchange whose tickets are known."""
         return reached(lambda: self._channel.add_up(sums))
 
+    def begin(self, packed: bytes) -> Any:
+        """Begin an exchange whose sums come in parts."""
+        return reached(lambda: self._channel.begin(packed))
+
+    def go_on(self, summation: Any, sums: Sequence[Tensor], *, last: bool = False) -> None:
+        """Begin to add up more of it; ``last``: that is all."""
+        reached(lambda: self._channel.go_on(summation, sums, last=last))
+
     def gathered(self, summation: Any) -> tuple[list[Ticket], int]:
         """The tickets of an exchange that is over, and the union of their bitmaps."""
         unpacked = [tickets.unpack(data) for data in reached(summation.tickets)]

@@ -1,4 +1,4 @@
-"""A worker's part in an exchange: hand in, settle, apply.
+"""A worker's part in an exchange: open, settle, apply.
 
 Question  How does what a worker has accumulated become an update that all make alike?
 Holds     With an overlap, settling a round hands in the following contribution at once and applies after that, so that
@@ -9,13 +9,12 @@ Source    ABS-SGD (Zhou et al. 2023); docs/protocol.md ("One round", "Drift", "P
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from msgspec.structs import replace
 from torch import Tensor
 
-from pliant.core import agreement, drift, rounds, standings
+from pliant.core import agreement, drift, postscripts, rounds, standings
 from pliant.core.agreement import Mismatch
 from pliant.core.group import Group, Standing
 from pliant.core.rounds import Settled
@@ -23,14 +22,13 @@ from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.errors import Drifted, NonFiniteLoss, Refused
 from pliant.runtime.bounds import Bounds
 from pliant.runtime.channels import Channels
-from pliant.runtime.contribution import Contribution
 from pliant.runtime.crossing import Crossing
+from pliant.runtime.handing import HandingIn
 from pliant.runtime.lookout import Lookout
 from pliant.runtime.member import Member
 from pliant.runtime.place import EraBroken
 from pliant.runtime.script import Opening
 from pliant.runtime.work import Flight
-from pliant.tensors.gradients import Buffer
 
 
 class Exchanges:
@@ -42,6 +40,7 @@ class Exchanges:
         channels: Channels,
         lookout: Lookout,
         bounds: Bounds,
+        handing: HandingIn,
         crossing: Crossing | None,
         clock: Callable[[], float],
     ) -> None:
@@ -50,6 +49,7 @@ class Exchanges:
         self._lookout = lookout
         self._bounds = bounds
         self._crossing = crossing
+        self._handing = handing
         self._clock = clock
         self.last: Settled | None = None
         """the last settled exchange"""
@@ -121,79 +121,6 @@ class Exchanges:
         assert self._crossing is not None
         self._crossing.switch(plan, closed=closed)
 
-    # -- handing in
-
-    def hand_in(self, flags: Flag, *, returning: bool = False) -> None:
-        """Start the summation of the contribution and begin the next one.
-
-        ``returning``: the round just settled is still to be applied, and its buffer comes back then.
-        """
-        member, work = self._member, self._member.work
-        mine, phase = work.contribution, member.group.phase
-        # First: it may find that the era is over, and nothing must have been given away then.
-        ticket = member.ticket(phase.kind, flags)
-        bitmap, squared_norm, flight = 0, 0.0, Flight(None, None, mine.micro_batches)
-        if phase.kind is Kind.TRAIN:
-            bitmap, norm = self._inspected(mine)
-            if norm is None:
-                ticket = replace(ticket, flags=ticket.flags | Flag.NONFINITE)
-            elif mine.weight > 0:
-                mean = member.training.reference / mine.weight
-                squared_norm = norm * mean * mean
-            overlap = member.group.overlap
-            if overlap:
-                member.training.park(mine.weight, norm, bitmap)
-            flight.filled, flight.merged = self.given_away(mine.weight, overlap=overlap, returning=returning)
-            flight.point = mine.point(fresh=not returning)
-        ticket = replace(
-            ticket,
-            epoch=phase.epoch,
-            length=phase.length,
-            size=phase.sizes[member.index],
-            ahead=phase.ahead[member.index],
-            micro_batches=mine.micro_batches,
-            samples=mine.samples,
-            weight=mine.weight,
-            busy_s=max(0.0, self._clock() - mine.start_s - mine.idle_s),
-            idle_s=mine.idle_s,
-            sum_s=work.sum_s,
-            cost_s=work.cost_s,
-            loss_sum=mine.loss_total(),
-            squared_norm=squared_norm,
-            scale=member.training.scale,
-            point=flight.point,
-        )
-        packed = member.packed(ticket, bitmap)
-        flight.leaving = bool(ticket.flags & Flag.LEAVING)
-        work.begin()
-        work.flight = flight
-        flight.summation = self._channels.exchange(packed, flight.sums)
-
-    def _inspected(self, mine: Contribution) -> tuple[int, float | None]:
-        """The bitmap of a contribution, and the squared norm of its sum; None if anything is not finite."""
-        training = self._member.training
-        training.gradients.check()
-        bitmap = training.gradients.present() | training.buffers.changed() << len(training.parameters)
-        # Alone the norm is not computed: nobody else can have brought in a bad gradient.
-        norm = (training.unscale() or 0.0) if mine.micro_batches else 0.0
-        return bitmap, norm if math.isfinite(mine.loss_total() + norm) else None
-
-    def given_away(self, weight: float, *, overlap: bool, returning: bool) -> tuple[Buffer | None, Tensor | None]:
-        """This worker's part of a round's sums: gradients and buffers; ``overlap``: it goes on accumulating."""
-        member, training, merged = self._member, self._member.training, None
-        if len(member.group.roster) > 1:
-            merged = training.buffers.hand_in(weight, leader=member.index == member.holders[0])
-        else:
-            training.buffers.go_alone()
-        return training.gradients.hand_in(overlap=overlap, returning=returning), merged
-
-    def _hand_in_or_remember(self, flags: Flag, *, returning: bool) -> None:
-        """Hand in; where that fails the settled round is applied all the same, and ``step`` still says so."""
-        try:
-            self.hand_in(flags, returning=returning)
-        except EraBroken as broken:
-            self._lookout.broken = broken
-
     # -- settling
 
     def settle(self, following: Flag = Flag.NONE, *, in_body: bool = False) -> Settled:
@@ -223,7 +150,7 @@ class Exchanges:
             if flight.gathered is not None:
                 # It went along: what it would hand in is the very buffer that is still to be applied.
                 member.training.gradients.lose(flight.filled)
-            self._hand_in_or_remember(following, returning=True)
+            self._handing.hand_in_or_remember(following, returning=True)
         if trained:
             self._apply(before, outcome, flight, bitmap)
             self._answer_for(outcome)
@@ -241,9 +168,13 @@ class Exchanges:
 
     def _tickets_of(self, flight: Flight) -> tuple[list[Ticket], int]:
         if flight.gathered is None:
-            return self._channels.gathered(flight.summation)
-        self._channels.added_up(flight.summation)
-        return flight.gathered
+            gathered, bitmap = self._channels.gathered(flight.summation)
+        else:
+            self._channels.added_up(flight.summation)
+            gathered, bitmap = flight.gathered
+        if flight.postscript is None:
+            return gathered, bitmap
+        return postscripts.read(self._member.training.gradients.read(flight.postscript), gathered)
 
     def _overlaps(self, before: Group) -> bool:
         """Whether the following contribution has been computed beside the round just settled, and is handed in now."""
@@ -257,7 +188,7 @@ class Exchanges:
             self._lookout.broken = broken
         going_on = self._lookout.broken is None and self._overlaps(before) and self._member.group.open
         if going_on and self._bounds.due_at_once():
-            self._hand_in_or_remember(following, returning=False)
+            self._handing.hand_in_or_remember(following, returning=False)
 
     def _fall_behind(self, before: Group) -> None:
         """The script's code for this update runs on those who compute, and not here."""

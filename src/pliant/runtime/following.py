@@ -13,11 +13,13 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from pliant.core import postscripts
 from pliant.core.group import Standing
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.runtime.channels import Channels
 from pliant.runtime.checkpoints import Checkpoints
 from pliant.runtime.exchanges import Exchanges
+from pliant.runtime.handing import HandingIn
 from pliant.runtime.lookout import Lookout
 from pliant.runtime.member import Member
 from pliant.runtime.work import Flight
@@ -34,6 +36,7 @@ class Following:
         member: Member,
         channels: Channels,
         lookout: Lookout,
+        handing: HandingIn,
         exchanges: Exchanges,
         checkpoints: Checkpoints,
         sleep: Callable[[float], None],
@@ -41,6 +44,7 @@ class Following:
         self._member = member
         self._channels = channels
         self._lookout = lookout
+        self._handing = handing
         self._exchanges = exchanges
         self._checkpoints = checkpoints
         self._sleep = sleep
@@ -104,7 +108,11 @@ class Following:
         begins = self._begins()
         flight = Flight(None, None, 0)
         if phase.kind is Kind.TRAIN:
-            flight.filled, flight.merged = self._exchanges.given_away(0.0, overlap=begins, returning=False)
+            in_parts = self._handing.in_parts
+            flight.filled, flight.merged = self._handing.given_away(0.0, overlap=begins, returning=False)
+            if in_parts:
+                added = postscripts.nothing(len(member.group.roster), member.training.bits)
+                flight.postscript = member.training.gradients.written(added)
         flight.gathered = gathered, bitmap
         member.work.flight = flight
         flight.summation = self._channels.add_up(flight.sums)

@@ -9,7 +9,7 @@ Source    docs/design/0012-replay.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,6 +180,13 @@ class Player:
             if self._reading.is_laid_out:
                 return self._drawn()
         raise AssertionError("unreachable")
+
+    def contribute(
+        self, weight: float, loss_sum: Tensor | float, compute: Callable[[None], None], *, whole: bool
+    ) -> None:
+        """Have the gradients of a drawn micro-batch computed."""
+        compute(None)
+        self.contributed(weight, loss_sum)
 
     def contributed(self, weight: float, loss_sum: Tensor | float) -> None:
         """A drawn micro-batch is computed; its gradients lie in the buffer."""

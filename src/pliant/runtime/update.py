@@ -13,7 +13,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -121,12 +121,16 @@ class Training:
         """In force now, as the schedule has it."""
         return momentum_of(self.optimizer)
 
-    def backward(self, loss: Tensor, weight: float) -> None:
-        """Add ``weight`` times the gradient of ``loss`` to the contribution (in units of the reference batch)."""
+    def backward(self, loss: Tensor, weight: float, ready: Callable[[int], None] | None = None) -> None:
+        """Add ``weight`` times the gradient of ``loss`` to the contribution (in units of the reference batch).
+
+        ``ready`` is told of each part of the gradients that is complete.
+        """
         self.gradients.check()
         share = weight / self.reference
         scaled = loss if share == 1.0 else loss * share
-        (self._scaler.scale(scaled) if self._scaler else scaled).backward()
+        with self.gradients.watched(ready) if ready is not None else nullcontext():
+            (self._scaler.scale(scaled) if self._scaler else scaled).backward()
         self.gradients.accumulated()
 
     def unscale(self) -> float | None:
@@ -140,6 +144,12 @@ class Training:
         own = [p.grad for p in self.parameters if p.grad is not None]
         torch._foreach_mul_(own, 1.0 / self.scale)
         return sum(float(norm) ** 2 for norm in torch._foreach_norm(own))
+
+    def unscale_part(self, part: int) -> float:
+        """The same for one part of it."""
+        filling = self.gradients.filling
+        assert filling is not None
+        return filling.scaled_norm(part, 1.0 / self.scale)
 
     def park(self, weight: float, squared_norm: float | None, present: int) -> None:
         """Remember where this contribution alone would lead; ``squared_norm`` None: it is not usable."""

@@ -37,11 +37,24 @@ class Flight:
         """whether its ticket said that this worker draws no more"""
         self.closed = False
         """whether this worker has taken part in the exchange after it, in the same group"""
+        self.postscript: Tensor | None = None
+        """of a round that is summed in parts: what is said of the contributions after their tickets"""
+        self.given = 0
+        """parts that are being summed"""
+        self.squared_norm = 0.0
+        """of those"""
 
     @property
     def sums(self) -> list[Tensor]:
         """What is added up."""
-        return [*(self.filled.flats if self.filled else []), *([self.merged] if self.merged is not None else [])]
+        if self.filled is not None and self.postscript is not None:
+            return [*self.filled.parts, *self.behind]
+        return [*(self.filled.flats if self.filled else []), *self.behind]
+
+    @property
+    def behind(self) -> list[Tensor]:
+        """What is added up behind the gradients."""
+        return [tensor for tensor in (self.merged, self.postscript) if tensor is not None]
 
 
 class Work:

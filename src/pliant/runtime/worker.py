@@ -16,8 +16,8 @@ The way of a sample, and who answers for each part of it:
 
     open            all enter the phase, its first positions are dealt      exchanges.open
     draw            the next micro-batch that may be drawn                  bounds.next
-    contributed     its gradients lie in the buffer                         work.contribution
-    step            hand in, if due; settle, if the sum is there; apply     exchanges.hand_in, exchanges.settle
+    contribute      its gradients lie in the buffer                         work.contribution
+    step            hand in, if due; settle, if the sum is there; apply     handing.hand_in, exchanges.settle
 
 A worker that has no say goes along (following), one whose era ends gets into the next (crossing), and whatever it
 waits for, it looks around meanwhile (lookout).
@@ -44,6 +44,7 @@ from pliant.runtime.crossing import Crossing
 from pliant.runtime.eras import Eras
 from pliant.runtime.exchanges import Exchanges
 from pliant.runtime.following import Following
+from pliant.runtime.handing import HandingIn, Ready
 from pliant.runtime.lookout import Lookout
 from pliant.runtime.member import Member
 from pliant.runtime.place import EraBroken, Evicted
@@ -90,8 +91,13 @@ class Worker:
         self._crossing: Crossing | None = None
         if eras is not None:
             self._crossing = Crossing(member, eras, self._channels, self._lookout, self._checkpoints)
-        self._exchanges = Exchanges(member, self._channels, self._lookout, self._bounds, self._crossing, clock)
-        self._following = Following(member, self._channels, self._lookout, self._exchanges, self._checkpoints, sleep)
+        self._handing = HandingIn(member, self._channels, self._lookout, clock)
+        self._exchanges = Exchanges(
+            member, self._channels, self._lookout, self._bounds, self._handing, self._crossing, clock
+        )
+        self._following = Following(
+            member, self._channels, self._lookout, self._handing, self._exchanges, self._checkpoints, sleep
+        )
 
     # -- facts
 
@@ -273,6 +279,33 @@ class Worker:
 
     # -- contribute
 
+    def contribute(
+        self, weight: float, loss_sum: Tensor | float, compute: Callable[[Ready | None], None], *, whole: bool
+    ) -> None:
+        """Have the gradients of a drawn micro-batch computed; ``whole``: nothing more of it will come.
+
+        ``compute`` adds them to the buffer. Where a synchronous round waits for nothing but them, the group sums each
+        part of them as soon as ``compute`` tells that it is complete.
+        """
+        gradients = self.training.gradients
+        if not (whole and self._hands_in_early()) or gradients.orderly is False:
+            compute(None)
+        elif gradients.orderly is None:
+            # The first time nobody relies on what it tells.
+            compute(lambda _: None)
+        else:
+            self._member.work.contribution.add(weight, loss_sum)
+            self._handing.hand_in_while(compute)
+            return
+        self.contributed(weight, loss_sum)
+
+    def _hands_in_early(self) -> bool:
+        """Whether the micro-batch that was just drawn is the last one that a synchronous round waits for."""
+        # An emulated device sleeps after the pass: its gradients would be there too soon.
+        if self._slowdown > 0 or self._lookout.broken is not None or self.training.ahead or not self._handing.in_parts:
+            return False
+        return self._speaks(self.group.phase.number) and self._bounds.last()
+
     def contributed(self, weight: float, loss_sum: Tensor | float) -> None:
         """A drawn micro-batch is computed; its gradients lie in the buffer."""
         mine = self._member.work.contribution
@@ -290,7 +323,10 @@ class Worker:
         self._lookout.look()
         self._lookout.rest()
         work = self._member.work
-        if not self.group.open or not self._speaks(self.group.phase.number) or not self._bounds.complete():
+        if not self.group.open or not self._speaks(self.group.phase.number):
+            return False
+        handed_in = work.flight is not None and not self.group.overlap
+        if not handed_in and not self._bounds.complete():
             return False
         if work.flight is None:
             if self.group.overlap:
@@ -308,7 +344,7 @@ class Worker:
     def _hand_in(self, flags: Flag = Flag.NONE) -> None:
         """Nothing is in flight: return to the plain weights and begin the summation."""
         self.training.back()
-        self._exchanges.hand_in(flags)
+        self._handing.hand_in(flags)
 
     # -- leave a phase, the run
 

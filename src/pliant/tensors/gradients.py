@@ -11,13 +11,15 @@ Holds     In a group every ``p.grad`` is a view into one of two flat buffers (pe
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from pliant.errors import UsageError
-from pliant.tensors import memory
+from pliant.tensors import memory, parts
 
 # Views start at multiples of 64 bytes (16 floats), where vector loads do not straddle cache lines.
 _ALIGN = 16
@@ -43,6 +45,7 @@ class Buffer:
             start = sizes.get(p.dtype, 0)
             places.append((p.dtype, start))
             sizes[p.dtype] = start + -(-p.numel() // _ALIGN) * _ALIGN
+        ends = [(start, start + p.numel()) for p, (_, start) in zip(parameters, places, strict=True)]
         device = parameters[0].device
         by_dtype = {dtype: memory.fresh((size,), dtype, device).zero_() for dtype, size in sizes.items()}
         self.flats = list(by_dtype.values())
@@ -52,6 +55,9 @@ class Buffer:
             for p, (dtype, start) in zip(parameters, places, strict=True)
         ]
         self.versions = [view._version for view in self.views]
+        self.cut = parts.cut(parameters, ends)
+        self.parts = [by_dtype[part.dtype][part.start : part.stop] for part in self.cut]
+        """the same memory, in the order in which a backward pass completes it"""
 
     def squared_norm(self) -> float:
         """Of everything in the buffer, in float64 across dtypes; non-finite if any element is."""
@@ -62,6 +68,12 @@ class Buffer:
         if factor != 1.0:
             for flat in self.flats:
                 flat.mul_(factor)
+
+    def scaled_norm(self, part: int, factor: float) -> float:
+        """Multiply one part in place; its squared norm then."""
+        if factor != 1.0:
+            self.parts[part].mul_(factor)
+        return float(torch.linalg.vector_norm(self.parts[part])) ** 2
 
 
 class _Making:
@@ -97,12 +109,18 @@ class Gradients:
         self._left_over = self._loose_versions()
         """without a group: what the last update, or the script before its first round, has left in ``p.grad``"""
         self._making = _Making(self.parameters, 2 if overlaps else 1) if grouped else None
+        self.orderly: bool | None = None
+        """whether a backward pass adds to each gradient once; None: not known yet"""
+        self.late = False
+        """in the last pass a gradient was added to after its part was told of"""
+        self._parts = 0
 
     def _begin(self) -> None:
         """Before the first use."""
         if self._making is not None:
             self._filling, *spare = self._making.result()
             self._spare, self._making = (spare[0] if spare else None), None
+            self._parts = len(self._filling.parts)
             self._attach()
 
     def _attach(self) -> None:
@@ -159,6 +177,32 @@ class Gradients:
             pairs = zip(self._filling.views, self._filling.versions, strict=True)
             got = (view._version != version for view, version in pairs)
         return sum(1 << index for index, present in enumerate(got) if present)
+
+    # -- in parts
+
+    @property
+    def parts(self) -> int:
+        """How many a contribution can be summed in; below 2: only as a whole."""
+        self._begin()
+        return self._parts
+
+    @contextmanager
+    def watched(self, ready: Callable[[int], None]) -> Iterator[None]:
+        """Tell ``ready`` of each part that the backward pass in here completes."""
+        filling = self.filling
+        assert filling is not None
+        with parts.watched(self.parameters, filling.cut, ready) as backward:
+            yield
+        self.late = backward.late
+        self.orderly = self.orderly is not False and not backward.twice
+
+    def written(self, values: Sequence[float]) -> Tensor:
+        """Numbers that are to be summed beside the gradients."""
+        return torch.tensor(values, dtype=torch.float64)
+
+    def read(self, summed: Tensor) -> list[float]:
+        """What they have become."""
+        return summed.tolist()
 
     @property
     def filling(self) -> Buffer | None:

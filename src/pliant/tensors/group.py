@@ -83,13 +83,30 @@ class Summation:
         self._memory = list(memory)
         self._error: RuntimeError | None = None
         self._start_s = time.perf_counter()
+        self._more = False
         self.seconds = 0.0
         """from hand-in until it was seen to be over"""
+
+    def await_more(self) -> None:
+        """It is not over before ``complete``."""
+        self._more = True
+
+    def add(self, works: Sequence[Any], memory: Sequence[Tensor]) -> None:
+        """Something more of it is under way."""
+        self._works += works
+        self._memory += memory
+
+    def complete(self) -> None:
+        """Nothing more comes."""
+        if self._more:
+            self._more, self._start_s = False, time.perf_counter()
 
     @property
     def over(self) -> bool:
         """Whether everything is in, or the exchange has failed: nobody touches its tensors any more."""
         works = self._works
+        if self._more:
+            return False
         if works and all(work.is_completed() for work in works):
             self.seconds = time.perf_counter() - self._start_s
             self._error = _first_error(works)
@@ -139,6 +156,12 @@ class Alone:
     def add_up(self, sums: Sequence[Tensor]) -> Summation:
         return Summation([])
 
+    def begin(self, ticket: bytes) -> Summation:
+        return Summation([], lambda: [ticket])
+
+    def go_on(self, summation: Summation, sums: Sequence[Tensor], *, last: bool = False) -> None:
+        """Nobody to tell."""
+
     def broadcast_async(self, tensor: Tensor, root: int) -> Summation:
         return Summation([])
 
@@ -184,6 +207,18 @@ class Gloo:
         """The second half of ``exchange``; it has no tickets."""
         return self._started(self._summing(sums), list, sums)
 
+    def begin(self, ticket: bytes) -> Summation:
+        """The same as ``exchange`` for who has no more than the ticket yet: ``go_on`` with what is to be summed."""
+        summation = self._exchanging(ticket, [])
+        summation.await_more()
+        return summation
+
+    def go_on(self, summation: Summation, sums: Sequence[Tensor], *, last: bool = False) -> None:
+        """Add up ``sums`` too, after what was given before; ``last``: that is all."""
+        summation.add(self._summing(sums), sums)
+        if last:
+            summation.complete()
+
     def broadcast_async(self, tensor: Tensor, root: int) -> Summation:
         """Give everybody the values of the member at place ``root``, in place; returns at once."""
         return self._started([self._spreading(tensor, root)], list, [tensor])
@@ -213,6 +248,8 @@ class Gloo:
         """Take the group down without waiting for anybody; sums under way fail, here and at the others."""
         if self._group is None:
             return
+        for each in self._under_way:
+            each.complete()
         remains = departure.Remains(self._group, self._wiring, [each for each in self._under_way if not each.over])
         # Whoever drops the last reference waits for gloo to end: not the caller.
         self._group, self._under_way = None, []

@@ -42,14 +42,25 @@ class VirtualSummation:
 
     def __init__(self, process: Process, operations: Sequence[_Operation]) -> None:
         self._process = process
-        self._operations = operations
+        self._operations = list(operations)
         self._start_s = process.world.now_s
+        self._more = False
         self.seconds = 0.0
+
+    def await_more(self) -> None:
+        """It is not over before the last of it is added."""
+        self._more = True
+
+    def add(self, operations: Sequence[_Operation], *, last: bool) -> None:
+        """Something more of it is under way."""
+        self._operations += operations
+        if last:
+            self._more, self._start_s = False, self._process.world.now_s
 
     @property
     def over(self) -> bool:
         """Whether it has completed or failed."""
-        if all(operation.over for operation in self._operations):
+        if not self._more and all(operation.over for operation in self._operations):
             if self.seconds == 0.0:
                 self.seconds = self._process.world.now_s - self._start_s
             return True
@@ -287,6 +298,15 @@ class VirtualGroup:
 
     def add_up(self, sums: Sequence[Flat]) -> VirtualSummation:
         return self._posted(*((_SUM, b"", flat) for flat in sums))
+
+    def begin(self, ticket: bytes) -> VirtualSummation:
+        summation = self.gather(ticket)
+        summation.await_more()
+        return summation
+
+    def go_on(self, summation: VirtualSummation, sums: Sequence[Flat], *, last: bool = False) -> None:
+        more = self._posted(*((_SUM, b"", flat) for flat in sums))
+        summation.add(more._operations, last=last)
 
     def tell(self, payload: bytes, root: int) -> None:
         self._posted((_SPREAD, payload, None), root=root)

@@ -21,6 +21,8 @@ PRIME = (1 << 61) - 1
 POISON = 0x5EED5EED5EED5EED % PRIME
 """what an exchange that did not complete leaves in its memory"""
 PARAMETERS = 3
+PARTS = (1, 2)
+"""of the parameters, as they are summed"""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -97,23 +99,27 @@ class VirtualBuffer:
     """One contribution's gradients: ``tensors.gradients.Buffer``."""
 
     def __init__(self) -> None:
-        flat = Flat([0] * PARAMETERS)
-        self.flats = [flat]
-        self.views = [_View(flat, index) for index in range(PARAMETERS)]
+        self.flats = self.parts = [Flat([0] * size) for size in PARTS]
+        self.views = [_View(flat, index) for flat in self.flats for index in range(len(flat.values))]
         self.present = 0
 
     def squared_norm(self) -> float:
         """Some number that depends on all of it: who sums something else is noticed."""
-        return 1.0 + sum(self.flats[0].values) % 1009 / 1009.0
+        return sum(self.scaled_norm(part, 1.0) for part in range(len(PARTS)))
+
+    def scaled_norm(self, part: int, factor: float) -> float:
+        """The same of one part."""
+        return 0.5 + sum(self.parts[part].values) % 1009 / 1009.0
 
     def scale(self, factor: float) -> None:
         if factor != 1.0:
             by = exact(factor)
-            flat = self.flats[0]
-            flat.values = [value * by % PRIME for value in flat.values]
+            for flat in self.flats:
+                flat.values = [value * by % PRIME for value in flat.values]
 
     def clear(self) -> None:
-        self.flats[0].values = [0] * PARAMETERS
+        for flat in self.flats:
+            flat.values = [0] * len(flat.values)
         self.present = 0
 
 
@@ -122,6 +128,9 @@ class VirtualGradients:
 
     def __init__(self, parameters: Sequence[Number]) -> None:
         self.parameters = parameters
+        self.parts = len(PARTS)
+        self.orderly = True
+        self.late = False
         self._spare: VirtualBuffer | None = None
         self._filling: VirtualBuffer | None = VirtualBuffer()
 
@@ -166,15 +175,26 @@ class VirtualGradients:
         if self._filling is not None:
             self._filling.clear()
 
-    def add(self, epoch: int, positions: Sequence[int]) -> None:
-        """What ``backward`` does."""
+    def add(self, epoch: int, positions: Sequence[int], ready: Callable[[int], None] = lambda _: None) -> None:
+        """What ``backward`` does; ``ready`` is told of each part that is complete."""
         filling = self._filling
         assert filling is not None, "a gradient is computed while both buffers are away"
-        values = filling.flats[0].values
+        index = 0
+        for part, size in enumerate(PARTS):
+            values = filling.parts[part].values
+            for position in positions:
+                for place, value in enumerate(gradient(epoch, position)[index : index + size]):
+                    values[place] += value
+            index += size
+            ready(part)
         for position in positions:
-            for index, part in enumerate(gradient(epoch, position)):
-                values[index] += part
             filling.present |= 0b011 if position % 5 else 0b111
+
+    def written(self, values: Sequence[float]) -> Flat:
+        return Flat(list(values))  # type: ignore[arg-type]
+
+    def read(self, summed: Flat) -> list[float]:
+        return list(summed.values)
 
 
 class VirtualBuffers:
@@ -371,6 +391,9 @@ class VirtualTraining(Training):
 
     def unscale(self) -> float | None:
         return self.gradients.filling.squared_norm()
+
+    def unscale_part(self, part: int) -> float:
+        return self.gradients.filling.scaled_norm(part, 1.0)
 
     def _step_schedule(self) -> None:
         self.scheduler.step()

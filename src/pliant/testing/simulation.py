@@ -24,6 +24,7 @@ from pliant.errors import PliantError, RunEnded, Stopped
 from pliant.runtime import membership
 from pliant.runtime.charter import Charter
 from pliant.runtime.eras import Eras
+from pliant.runtime.handing import Ready
 from pliant.runtime.membership import Membership
 from pliant.runtime.place import Place
 from pliant.runtime.saving import Saving
@@ -447,9 +448,9 @@ class Script:
                 worker.abandon(phase)
                 return
             positions = self._compute(micro_batch)
-            self.training.gradients.add(epoch, positions)
             self.training.buffers.forward(positions)
-            worker.contributed(float(len(positions)), float(len(positions)))
+            count = float(len(positions))
+            worker.contribute(count, count, self._backward(epoch, positions), whole=True)
             if worker.step():
                 self.state["count"] += 1
                 world.note("seen", self.name, worker.group.exchange, self.state["count"])
@@ -460,6 +461,17 @@ class Script:
     def _compute(self, micro_batch: MicroBatch) -> list[int]:
         self.process.compute(self.pace_s * self.slowness * samples_of(micro_batch))
         return [position for start, stop in micro_batch for position in range(start, stop)]
+
+    def _backward(self, epoch: int, positions: list[int]) -> Callable[[Ready | None], None]:
+        def compute(ready: Ready | None) -> None:
+            def told(part: int) -> None:
+                if ready is not None:
+                    ready(part)
+                    self.process.compute(self.pace_s * self.slowness * len(positions) / 4)
+
+            self.training.gradients.add(epoch, positions, told)
+
+        return compute
 
     def _evaluate(self, epoch: int) -> None:
         worker, scene = self._worker, self.scene

@@ -88,7 +88,11 @@ def reach() -> None:
 torch.set_default_dtype(getattr(torch, SCENE.get("dtype", "float64")))
 torch.manual_seed(11)
 # A bias before a BatchNorm has no gradient but rounding, which Adam would make steps of.
-model = nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+# Synchronous rounds sum a model of this width in two parts.
+wide = 1024 if SCENE.get("delay") == 0 else 16
+model = nn.Sequential(
+    nn.Linear(6, wide, bias=False), nn.BatchNorm1d(wide), nn.ReLU(), nn.Dropout(0.2), nn.Linear(wide, 3)
+)
 optimizer = optimizer_of(model.parameters())
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
 batch = pliant.Floating(24, at_most=96) if SCENE.get("floating") else 24
