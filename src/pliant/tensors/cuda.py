@@ -11,6 +11,7 @@ Source    torch.distributed's ProcessGroupNCCL as documented. Written without a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -41,8 +42,8 @@ class Nccl(Gloo):
             self.leave()
             raise
 
-    def _summing(self, sums: Sequence[Tensor]) -> list[Any]:
-        """Everything to be summed lies on this worker's device."""
+    def _summing(self, sums: Sequence[Tensor], timeout: timedelta | None = None) -> list[Any]:
+        """Everything to be summed lies on this worker's device; NCCL has a timeout of its own."""
         self._present()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):

@@ -29,9 +29,12 @@ from pliant.tensors.sockets import Wiring
 # Tickets wait for the slowest member, whose micro-batch may take minutes (compilation).
 # Death is told by the coordinator.
 _HANDING_IN = timedelta(hours=2)
-# Sums start when all tickets are in and need nobody's main thread. gloo forgets to end an operation whose connection
-# breaks in the middle of a large message: it ends by this timeout, and until then its memory is not free.
+# Whole sums start when all tickets are in and need nobody's main thread. gloo forgets to end an operation whose
+# connection breaks in the middle of a large message: it ends by this timeout, and until then its memory is not free.
 _SUMMING = timedelta(seconds=60)
+# A part of a sum waits for the slowest member's backward pass to come to it. Longer than any pass, and soon enough for
+# the memory of an operation that gloo has forgotten.
+_SUMMING_PARTS = timedelta(minutes=10)
 # How long members wait for each other to begin with the forming.
 _FORMING_S = 60.0
 # Once all have begun, connecting takes milliseconds. gloo may block for five times this when a member then dies.
@@ -215,7 +218,7 @@ class Gloo:
 
     def go_on(self, summation: Summation, sums: Sequence[Tensor], *, last: bool = False) -> None:
         """Add up ``sums`` too, after what was given before; ``last``: that is all."""
-        summation.add(self._summing(sums), sums)
+        summation.add(self._summing(sums, _SUMMING_PARTS), sums)
         if last:
             summation.complete()
 
@@ -262,9 +265,9 @@ class Gloo:
         works = [self._present().allgather([theirs], [mine]), *self._summing(sums)]
         return self._started(works, lambda: [bytes(each.numpy()) for each in theirs], [mine, *theirs, *sums])
 
-    def _summing(self, sums: Sequence[Tensor]) -> list[Any]:
+    def _summing(self, sums: Sequence[Tensor], timeout: timedelta = _SUMMING) -> list[Any]:
         options = dist.AllreduceOptions()
-        options.timeout = _SUMMING
+        options.timeout = timeout
         return [self._present().allreduce([tensor], options) for tensor in sums]
 
     def _spreading(self, tensor: Tensor, root: int) -> Any:
