@@ -111,9 +111,9 @@ class HandingIn:
 
     def _inspected(self, mine: Contribution) -> tuple[int, float | None]:
         """The bitmap of a contribution, and the squared norm of its sum; None if anything is not finite."""
+        bitmap = self._bitmap()
         # Alone the norm is not computed: nobody else can have brought in a bad gradient.
-        bitmap, training = self._bitmap(), self._member.training
-        norm = (training.unscale() or 0.0) if mine.micro_batches else 0.0
+        norm = (self._member.training.unscale() or 0.0) if mine.micro_batches else 0.0
         return bitmap, norm if math.isfinite(mine.loss_total() + norm) else None
 
     def _bitmap(self) -> int:
@@ -121,6 +121,22 @@ class HandingIn:
         training = self._member.training
         training.gradients.check()
         return training.gradients.present() | training.buffers.changed() << len(training.parameters)
+
+    def given_away(self, weight: float, *, overlap: bool, returning: bool) -> tuple[Buffer | None, Tensor | None]:
+        """This worker's part of a round's sums: gradients and buffers; ``overlap``: it goes on accumulating."""
+        member, training, merged = self._member, self._member.training, None
+        if len(member.group.roster) > 1:
+            merged = training.buffers.hand_in(weight, leader=member.index == member.holders[0])
+        else:
+            training.buffers.go_alone()
+        return training.gradients.hand_in(overlap=overlap, returning=returning), merged
+
+    def hand_in_or_remember(self, flags: Flag, *, returning: bool) -> None:
+        """Hand in; where that fails the settled round is applied all the same, and ``step`` still says so."""
+        try:
+            self.hand_in(flags, returning=returning)
+        except EraBroken as broken:
+            self._lookout.broken = broken
 
     # -- in parts
 
@@ -157,6 +173,8 @@ class HandingIn:
         """Tell the others of the contribution; its parts follow."""
         member, work = self._member, self._member.work
         mine = work.contribution
+        # What the script has spoilt is found before anybody is told.
+        member.training.gradients.check()
         ticket = member.ticket(Kind.TRAIN, flags)
         flight = Flight(None, None, mine.micro_batches)
         flight.point = mine.point(fresh=True)
@@ -213,19 +231,3 @@ class HandingIn:
             )
         )
         self._channels.go_on(flight.summation, flight.behind, last=True)
-
-    def given_away(self, weight: float, *, overlap: bool, returning: bool) -> tuple[Buffer | None, Tensor | None]:
-        """This worker's part of a round's sums: gradients and buffers; ``overlap``: it goes on accumulating."""
-        member, training, merged = self._member, self._member.training, None
-        if len(member.group.roster) > 1:
-            merged = training.buffers.hand_in(weight, leader=member.index == member.holders[0])
-        else:
-            training.buffers.go_alone()
-        return training.gradients.hand_in(overlap=overlap, returning=returning), merged
-
-    def hand_in_or_remember(self, flags: Flag, *, returning: bool) -> None:
-        """Hand in; where that fails the settled round is applied all the same, and ``step`` still says so."""
-        try:
-            self.hand_in(flags, returning=returning)
-        except EraBroken as broken:
-            self._lookout.broken = broken
