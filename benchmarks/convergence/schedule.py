@@ -40,7 +40,7 @@ class Schedule:
 EQUAL_SHARES = ("ddp", "local_sgd", "torchft")
 FAR = {"static": EQUAL_SHARES, "fluctuating": EQUAL_SHARES, "slow_network": ("torchft",)}
 FULL = Schedule(seeds=5, images=10_240, epochs=3, every=1024, target_accuracy=0.825, far_seeds=1)
-# 17 runs per seed of 27 to 60 s, and up to 10 s each to start, end and evaluate: 12 minutes on an idle machine.
+# 17 runs per seed of 27 to 60 s, and up to 10 s each to start, end and evaluate: 13 minutes on an idle machine.
 QUICK = Schedule(seeds=2, images=6144, epochs=2, every=1024, target_accuracy=0.75, far_seeds=0)
 
 
