@@ -82,6 +82,7 @@ class Exchanges:
         member = self._member
         before, training = member.group, member.training
         training.buffers.grow(bitmap >> len(training.parameters))
+        gathered = standings.heard_in_body(before, gathered)
         group = rounds.opened(before, gathered)
         if isinstance(group, Mismatch):
             raise Refused(group.reason)

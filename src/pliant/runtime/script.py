@@ -39,6 +39,8 @@ class Script:
         """calls inside the present top-level one that it has left"""
         self._ended_inside: int | None = None
         """calls it had made inside the present one when that one's phase ended in its body, with a ``step``"""
+        self._calls_in_body = False
+        """it has made a call since its loop's last draw: further ones come after that, whatever the group has done"""
 
     @property
     def depth(self) -> int:
@@ -60,10 +62,15 @@ class Script:
 
     def enters(self, call: Opening, group: Group) -> None:
         """The script makes a call."""
-        if self.stack and group.open:
+        if self.stack and group.open and not self._calls_in_body and self._ended_inside is None:
             # Those before it may have been opened and ended without this worker.
             self._nested = len(group.open[0].nested)
+        self._calls_in_body = bool(self.stack)
         self.stack.append(call)
+
+    def draws(self) -> None:
+        """A body of its loop begins."""
+        self._calls_in_body = False
 
     def leaves(self) -> None:
         """It is out of its innermost call."""

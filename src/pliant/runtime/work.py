@@ -68,7 +68,7 @@ class Work:
         self._outside: list[tuple[Contribution, Flight | None, float]] = []
         """what lies outside each open phase, and since when, outermost first"""
         self.drawn_since_update = False
-        """since the last update that ``step`` has told of"""
+        """in the loop over batches, since the last update that ``step`` has told of"""
         self.sum_s = 0.0
         """what the last summation took"""
         self.cost_s = 0.0

@@ -234,6 +234,7 @@ class Worker:
         self._following.take_users_state()
         if self.group.phase.kind is Kind.TRAIN:
             work.drawn_since_update = True
+            self._member.script.draws()
             start = self._clock()
             self.training.look_ahead(self.group.rate.factor)
             work.cost_s += self._clock() - start
@@ -336,7 +337,9 @@ class Worker:
         if self._bounds.next() is not None and not work.flight.summation.over:
             return False
         outcome = self._exchanges.settle(in_body=True)
-        work.drawn_since_update = not outcome.seen
+        if outcome.kind is Kind.TRAIN:
+            # An exchange of an ``evaluate`` in the loop's body says nothing about the loop.
+            work.drawn_since_update = not outcome.seen
         if outcome.ended:
             self._member.script.ended_in_body()
         return outcome.seen

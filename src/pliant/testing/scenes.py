@@ -37,6 +37,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "latecomers": ("join",),
     "drift": ("drift",),
     "drifting": ("drift", "drift", "drift", "join", "kill", "leave", "drain", "pause", "crash"),
+    "evaluations": ("kill", "kill", "join", "leave", "drain", "pause", "cut"),
 }  # fmt: skip
 """scene → the faults that it is drawn from"""
 
@@ -86,6 +87,8 @@ def drawn(name: str, seed: int) -> Scene:
         # Long enough for a difference to be seen, and for a second one.
         watched = chance.choice((1, 1, 2))
         scene = replace(scene, policy=replace(policy, watched=watched), epochs=3, length=90, samples=None)
+    if name == "evaluations":
+        scene = replace(scene, nested=chance.choice((1, 2, 3)), in_a_row=chance.choice((2, 3)), breaks=0.0)
     kinds = NAMES[name]
     if name == "lost":
         faults = tuple(Fault("kill", at_s=chance.uniform(0.2, 0.5), whom=index) for index in range(5))

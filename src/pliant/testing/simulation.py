@@ -62,6 +62,8 @@ class Scene(msgspec.Struct, frozen=True):
     evaluated: int = 20
     nested: int = 0
     """evaluate inside the loop whenever the user's counter is a multiple; 0: never"""
+    in_a_row: int = 1
+    """calls of evaluate at each of these points, and after each loop"""
     breaks: float = 0.0
     """how likely a micro-batch ends the loop"""
     samples: int | None = None
@@ -427,7 +429,8 @@ class Script:
         for epoch in range(scene.epochs):
             self._batches(epoch)
             self.state["trained"] += 1
-            self._evaluate(epoch)
+            for _ in range(scene.in_a_row):
+                self._evaluate(epoch)
             self.state["epochs"] += 1
             worker.past(epoch)
             self.training.end_epoch(epoch)
@@ -455,7 +458,8 @@ class Script:
                 self.state["count"] += 1
                 world.note("seen", self.name, worker.group.exchange, self.state["count"])
                 if scene.nested and self.state["count"] % scene.nested == 0:
-                    self._evaluate(epoch)
+                    for _ in range(scene.in_a_row):
+                        self._evaluate(epoch)
         worker.left()
 
     def _compute(self, micro_batch: MicroBatch) -> list[int]:
