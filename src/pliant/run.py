@@ -11,7 +11,7 @@ import atexit
 import dis
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from pliant import data, settings
 from pliant.core.group import Past
-from pliant.core.ledger import samples_of
+from pliant.core.ledger import MicroBatch, samples_of
 from pliant.core.rates import Rule
 from pliant.core.tickets import Kind
 from pliant.errors import PliantError, UsageError, boundary, without_own_frames
@@ -34,6 +34,7 @@ from pliant.runtime.update import Training
 from pliant.tensors import weights
 from pliant.tensors.randomness import MICRO_BATCH, seed_everything, stream
 from pliant.types import WorkerId
+from pliant.worker import measures, outputs, predictions
 
 _LOADER_OPTIONS = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "timeout", "worker_init_fn")
 
@@ -163,8 +164,10 @@ class Run:
         """``backward`` was called for the drawn micro-batch"""
         self._passed = False
         """a call of this epoch lay in the past of the group"""
-        self._result: float | None = None
-        """of the last ``evaluate``"""
+        self._phase: int | None = None
+        """the number of the last call's phase; None: the group was past it"""
+        self._ended: Past | None = None
+        """how the last ``batches`` or ``evaluate`` ended"""
         self._left: int | None = None
         self._trouble: PliantError | None = None
         self._closed = False
@@ -300,8 +303,9 @@ class Run:
         )
         phase = self._worker.open(call)
         if isinstance(phase, Past):
-            self._result, self._passed = phase.result, True
+            self._ended, self._phase, self._passed = phase, None, True
             return
+        self._phase = phase
         if kind is Kind.TRAIN:
             self._before, self._length = self.samples, max(1, len(indices))
         reading = source.pass_over(indices, seed, epoch, self._worker.upcoming)
@@ -311,7 +315,7 @@ class Run:
                 seed_everything(stream(seed, epoch, micro_batch[0][0], MICRO_BATCH))
                 self._drawn, self._computed = samples_of(micro_batch), False
                 yield collated
-            self._result = self._worker.left()
+            self._ended = self._worker.left()
         except GeneratorExit:
             self._worker.training.back()
             self._left = phase
@@ -382,35 +386,82 @@ class Run:
     @boundary
     def evaluate(
         self,
-        measure: Callable[[Any], tuple[Any, Any]],
+        measure: Callable[[Any], Any],
         dataset: Any,
         size: int,
         *,
+        gather: bool = False,
+        everywhere: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **loader: Any,
-    ) -> float:
-        """The mean of ``measure(batch) -> (sum, count)`` over ``dataset``, computed by all workers together."""
+    ) -> Any:
+        """What ``measure`` says of ``dataset``, each sample once, computed by all workers together.
+
+        A ``measure(batch)`` that returns (sum, count) gives the mean; one that returns a dict of such pairs, a dict of
+        means. With ``gather=True`` it returns the outputs of its samples (a tensor, a list, a dict or tuple of these),
+        and ``evaluate`` a list of all of them in the order of the dataset: on the leader, or ``everywhere``; None on
+        the other workers, and on one that came while it was under way or later.
+        """
         self._check_open()
         if self._worker.inside is Kind.EVALUATE:
             raise UsageError("evaluate was called inside evaluate: finish the first one")
+        if everywhere and not gather:
+            raise UsageError("everywhere=True is for gather=True: means are returned on all workers anyway")
+        asked = measures.Measure(measure, gather=gather)
+        self._ended = self._phase = None
+        with self._evaluating():
+            for micro_batch in self._micro_batches(Kind.EVALUATE, dataset, size, collate_fn, loader):
+                found = asked.of(micro_batch, self._drawn)
+                self._worker.contributed(found.count, found.total, found.sums, found.output)
+                self._worker.step()
+            if gather:
+                gathered = None
+                if self._phase is not None:
+                    gathered = self._worker.gathered(self._phase, everywhere=everywhere)
+                if gathered is None:
+                    return None
+                gathered += self._computed_again(gathered, asked, dataset, size, collate_fn, loader)
+                return predictions.in_order(gathered, len(dataset))
+        return measures.result_of(self._ended)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """The plain weights, in eval mode and without gradients."""
         drawn, training = self._drawn, [(module, module.training) for module in self._model.modules()]
-        self._result = None
         self._model.eval()
         try:
             with torch.no_grad(), self._worker.training.plain():
-                for micro_batch in self._micro_batches(Kind.EVALUATE, dataset, size, collate_fn, loader):
-                    total, count = _measured(measure(micro_batch))
-                    if not (count >= 0 and math.isfinite(count)):
-                        raise UsageError(
-                            f"evaluate's measure returned count={count}: return (sum, count), count 0 or more"
-                        )
-                    self._worker.contributed(count, total)
-                    self._worker.step()
+                yield
         finally:
             self._drawn = drawn
             for module, was_training in training:
                 module.training = was_training
-        return math.nan if self._result is None else self._result
+
+    def _computed_again(
+        self,
+        found: Sequence[tuple[MicroBatch, bytes]],
+        asked: measures.Measure,
+        dataset: Any,
+        size: int,
+        collate_fn: Any,
+        loader: dict[str, Any],
+    ) -> list[tuple[MicroBatch, bytes]]:
+        """The outputs that are not among those ``found``: this worker was not there when they were gathered."""
+        lacking = outputs.missing([each for each, _ in found], len(dataset), self._membership.size or size)
+        if not lacking:
+            return []
+        epoch, seed, again = self._epoch, self._settings.seed, list[tuple[MicroBatch, bytes]]()
+        indices = data.epoch_order(_as_it_is, seed, epoch, len(dataset))
+        reading = self._loader(dataset, collate_fn, loader).pass_over(indices, seed, epoch, lambda: tuple(lacking))
+        try:
+            while lacking:
+                micro_batch = lacking.pop(0)
+                collated = reading.fetch(micro_batch)
+                seed_everything(stream(seed, epoch, micro_batch[0][0], MICRO_BATCH))
+                again.append((micro_batch, asked.of(collated, samples_of(micro_batch)).output or b""))
+        finally:
+            reading.close()
+        return again
 
     @contextmanager
     def plain_weights(self) -> Iterator[None]:
@@ -487,17 +538,6 @@ def _left_by_break(frame: FrameType) -> bool:
     An exception is a crash of this worker, or caught by the script: then the phase is ended at the next call.
     """
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] in ("POP_TOP", "POP_ITER")
-
-
-def _measured(answer: Any) -> tuple[float, float]:
-    """What a user's ``measure`` has returned."""
-    try:
-        total, count = (float(value) for value in answer)
-    except (TypeError, ValueError):
-        raise UsageError(
-            f"evaluate's measure returned a {type(answer).__name__}: return (sum, count), two numbers"
-        ) from None
-    return total, count
 
 
 def _as_it_is(epoch: int, length: int) -> range:

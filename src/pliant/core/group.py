@@ -16,7 +16,7 @@ import msgspec
 from pliant.core import drift, goodput, noise, overlap, pace, rates
 from pliant.core.ledger import Ledger
 from pliant.core.pace import Pacing
-from pliant.core.tickets import Kind
+from pliant.core.tickets import Kind, Sums
 from pliant.types import WorkerId
 
 
@@ -54,6 +54,8 @@ class Past(msgspec.Struct, frozen=True):
     result: float | None = None
     inner: bool = False
     """called in the body of the loop before it, whose phase had ended: a newcomer does not make this call"""
+    results: dict[str, float | None] | None = None
+    """where ``evaluate`` measures several means: each by its name, None for one that is undefined"""
 
 
 class OpenPhase(msgspec.Struct, frozen=True):
@@ -80,6 +82,8 @@ class OpenPhase(msgspec.Struct, frozen=True):
     """finished phases inside this one, in their order"""
     total: float = 0.0
     count: float = 0.0
+    sums: Sums = ()
+    """where several means are measured: the sum and the count of each so far"""
 
 
 class Group(msgspec.Struct, frozen=True):

@@ -190,14 +190,19 @@ class ExchangeRecord(msgspec.Struct, frozen=True, tag="exchange", tag_field="kin
     tickets: list[TicketLine]
     entered: list[tuple[Count, Count, Ahead]] = []
     """who became ready with this exchange: member, micro-batch size, look-ahead of its loader"""
+    sums: list[list[tuple[Name, float, float]]] = []
+    """where several means are measured: name, sum and count of each, in the order of the roster"""
 
 
-class PhaseEndRecord(msgspec.Struct, frozen=True, tag="phase_end", tag_field="kind"):
+class PhaseEndRecord(msgspec.Struct, frozen=True, tag="phase_end", tag_field="kind", omit_defaults=True):
     """A phase is drained. ``cut`` are positions a ``break`` left out; ``result`` is evaluate's mean."""
 
     phase: Count
     cut: list[tuple[Count, Count]]
     result: float | None = None
+    """of several means the one that stands for all"""
+    results: dict[str, float | None] = {}
+    """where several means were measured: each by its name"""
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, tag="checkpoint", tag_field="kind"):

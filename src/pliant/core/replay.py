@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from pliant.core import dealing, rates, regrouping, rounds
+from pliant.core import dealing, measures, rates, regrouping, rounds
 from pliant.core.agreement import Mismatch
 from pliant.core.drift import Drift
 from pliant.core.group import Group, Policy, Standing, founded
@@ -217,6 +217,10 @@ class Replay:
             tickets[member] = replace(tickets[member], size=size, ahead=ahead)
         if isinstance(record, RoundRecord):
             tickets = _with_measures(record, tickets)
+        elif record.sums:
+            if len(record.sums) != len(tickets):
+                return [f"{where}: sums of {len(record.sums)} workers, {len(tickets)} handed in"]
+            tickets = [replace(t, sums=tuple(sums)) for t, sums in zip(tickets, record.sums, strict=True)]
         for worker, hand, ticket in zip(group.roster, phase.ledger.hands, tickets, strict=True):
             if not 0 <= ticket.micro_batches <= hand.granted:
                 return [f"{where}: {worker} drew {ticket.micro_batches} micro-batches, {hand.granted} were granted"]
@@ -272,6 +276,7 @@ class Replay:
         # A result that is not finite is journaled as none.
         if record.result is not None and record.result != outcome.result:
             problems.append(f"{where}: result is {record.result!r}, the decision code says {outcome.result!r}")
+        problems += [f"{where}: {text}" for text in measures.differences(record.results, outcome.results)]
         return problems
 
 

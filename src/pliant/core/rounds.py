@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from pliant.core import agreement, drawing, drift, goodput, ledger, noise, overlap, pace, rates, standings
+from pliant.core import agreement, drawing, drift, goodput, ledger, measures, noise, overlap, pace, rates, standings
 from pliant.core.agreement import Mismatch
 from pliant.core.drift import Drift
 from pliant.core.group import Group, OpenPhase, Past
@@ -44,6 +44,8 @@ class Settled(msgspec.Struct, frozen=True):
     ended: bool
     cut: tuple[Span, ...] = ()
     result: float | None = None
+    results: dict[str, float | None] | None = None
+    """where several means were measured; ``result`` is then one of them"""
     plan: tuple[int, int] | None = None
     """(term, era) of the planned era that begins after this exchange"""
     verdict: overlap.Verdict | None = None
@@ -98,6 +100,8 @@ def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
 def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | Mismatch:
     """Spend the samples of the handed-in contributions, decide the update, deal what comes next."""
     mismatch = agreement.compared(group, tickets)
+    if not mismatch and group.phase.kind is Kind.EVALUATE:
+        mismatch = measures.compared(group.phase.sums, group.roster, tickets)
     if mismatch:
         return mismatch
     before, phase = group, group.phase
@@ -112,7 +116,8 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
     total = math.fsum([ticket.loss_sum for ticket in tickets])
     batch = sum([ticket.samples for ticket in tickets])
     if phase.kind is Kind.EVALUATE:
-        phase = replace(phase, total=phase.total + total, count=phase.count + weight)
+        sums = measures.added(phase.sums, tickets)
+        phase = replace(phase, total=phase.total + total, count=phase.count + weight, sums=sums)
         group = replace(group, evaluating=pace.forgiven(pace.measure(group.evaluating, tickets), tickets))
         finite, told, momentum = True, None, 0.0
     else:
@@ -127,6 +132,7 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         differs = standings.drifted(group, phase, tickets)
     group, phase = standings.moved(replace(group, exchange=group.exchange + 1), phase, tickets, differs)
     result = phase.total / phase.count if ended and phase.kind is Kind.EVALUATE and phase.count else None
+    results = measures.means(phase.sums) if ended else None
     ended = ended or standings.deserted(group, phase)
     outcome = Settled(
         phase=phase.number,
@@ -143,6 +149,7 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         ended=ended,
         cut=ledger.unspent(phase.ledger) if ended else (),
         result=result,
+        results=results,
         plan=plan,
         momentum=momentum,
         measures=phase.kind is Kind.TRAIN and any(each.round == group.round for each in group.noise.awaited),
@@ -156,7 +163,7 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         group, phase, verdict = _reconsidered(group, phase, tickets, full=full)
         outcome = replace(outcome, verdict=verdict) if verdict is not None else outcome
     if ended:
-        return _closed(group, phase, result), outcome
+        return _closed(group, phase, result, results), outcome
     return _dealt_on(before, replace(group, open=(*group.open[:-1], phase)), outcome)
 
 
@@ -184,9 +191,11 @@ def concluded(group: Group) -> Group:
     return replace(group, exchange=group.exchange + 1, over=True)
 
 
-def _closed(group: Group, phase: OpenPhase, result: float | None) -> Group:
+def _closed(
+    group: Group, phase: OpenPhase, result: float | None, results: dict[str, float | None] | None = None
+) -> Group:
     """The innermost phase is over."""
-    finished = Past(phase.kind, phase.epoch, result, phase.inner)
+    finished = Past(phase.kind, phase.epoch, result, phase.inner, results)
     outer = group.open[:-1]
     if not outer:
         return replace(group, open=(), past=(*group.past, finished))

@@ -85,6 +85,10 @@ NOWHERE = Point()
 """of a ticket that goes along"""
 
 
+Sums = tuple[tuple[str, float, float], ...]
+"""name, sum and count of each mean that an ``evaluate`` measures"""
+
+
 class Ticket(msgspec.Struct, frozen=True):
     """One worker's part of one round. Times are seconds, ``pace`` follows from samples and ``busy_s``."""
 
@@ -137,10 +141,16 @@ class Ticket(msgspec.Struct, frozen=True):
     """that digest"""
     arithmetic: int = 0
     """what it computes with, as a checksum: only workers with the same one must have the same bits"""
+    appendix: int = 0
+    """bytes that this worker has to say behind its ticket (``measures.Appendix``)"""
     point: Point = NOWHERE
+    sums: Sums = ()
+    """as its appendix says, where that has been read; not packed"""
+    gathers: bool = False
+    """likewise: whether it gathers outputs"""
 
 
-_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqdqQQqqqB")
+_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqdqQQqqqqB")
 
 
 def packed_size(bits: int) -> int:
@@ -181,6 +191,7 @@ def pack(ticket: Ticket, bitmap: int, bits: int) -> bytes:
         ticket.weights_round,
         ticket.weights,
         ticket.arithmetic,
+        ticket.appendix,
         *ticket.point.packed,
     )
     return head + bitmap.to_bytes((bits + 7) // 8, "little")

@@ -118,9 +118,11 @@ class Comparison:
             floor = _LEAST * max(1.0, abs(line.weight))
             self._compare("evaluate's sum", total, line.loss_sum, floor, number, part.worker)
 
-    def result(self, here: float, recorded: float, number: int) -> None:
-        """The mean that ``evaluate`` returned, after round ``number``."""
-        self._compare("the result of evaluate", here, recorded, _LEAST, number, "the group")
+    def result(self, here: float, recorded: float, number: int, name: str = "") -> None:
+        """The mean that ``evaluate`` returned, after round ``number``; ``name``: of several ones."""
+        self._compare(
+            f"the result of evaluate{f' ({name})' if name else ''}", here, recorded, _LEAST, number, "the group"
+        )
 
     def weights(self, model: nn.Module, training: Training, number: int) -> None:
         """The model's plain weights after round ``number`` beside those of the file, if that is of this round."""

@@ -145,7 +145,8 @@ class Eras:
         past = self.place.link.mailbox.welcome.past
         if index >= len(past):
             return None
-        return Past(Kind[past[index].task.upper()], past[index].epoch, past[index].result)
+        found = past[index]
+        return Past(Kind[found.task.upper()], found.epoch, found.result, results=found.results)
 
     def last_past_epoch(self) -> int:
         """The last epoch of which the coordinator knew a finished call."""

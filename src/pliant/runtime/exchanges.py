@@ -14,9 +14,10 @@ from collections.abc import Callable
 from msgspec.structs import replace
 from torch import Tensor
 
-from pliant.core import agreement, drift, postscripts, rounds, standings
+from pliant.core import agreement, drift, measures, postscripts, rounds, standings
 from pliant.core.agreement import Mismatch
 from pliant.core.group import Group, Standing
+from pliant.core.measures import Appendix
 from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.errors import Drifted, NonFiniteLoss, Refused
@@ -137,6 +138,10 @@ class Exchanges:
         start = self._clock()
         handed_in, bitmap = self._tickets_of(flight)
         before = member.group
+        appendices: list[Appendix] = []
+        if before.phase.kind is Kind.EVALUATE:
+            appendices = self._channels.appendices(flight.summation)
+            handed_in = measures.read(handed_in, appendices)
         decision = rounds.settled(before, handed_in)
         if isinstance(decision, Mismatch):
             raise Refused(decision.reason)
@@ -152,6 +157,8 @@ class Exchanges:
                 # It went along: what it would hand in is the very buffer that is still to be applied.
                 member.training.gradients.lose(flight.filled)
             self._handing.hand_in_or_remember(following, returning=True)
+        if outcome.kind is Kind.EVALUATE:
+            work.outputs.add(outcome.phase, [hand.queue for hand in before.phase.ledger.hands], appendices)
         if trained:
             self._apply(before, outcome, flight, bitmap)
             self._answer_for(outcome)
@@ -271,6 +278,10 @@ class Exchanges:
             member.undrained = bool(training.buffers.live) and not merged
             if not member.undrained:
                 training.buffers.drain()
+        call = member.script.innermost
+        if call is None or call.kind is not Kind.EVALUATE:
+            # This script does not ask for what an ``evaluate`` has gathered.
+            member.work.outputs.forget()
         member.work.leave_phase()
 
     def _follow_result(self, outcome: Settled) -> None:

@@ -10,6 +10,7 @@ Source    docs/protocol.md ("Following", "Handing the state on").
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -62,7 +63,8 @@ class Following:
             # Nobody computes, so nothing slows the rounds down: they would chase each other.
             self._sleep(_NOBODY_S)
         held = member.work.flight
-        gathered, bitmap = self._gathered()
+        summation = self._gathered()
+        gathered, bitmap = self._channels.gathered(summation)
         exchanges.go_if_expelled()
         speaking = [ticket for ticket in gathered if not ticket.flags & Flag.FOLLOWING]
         # Whoever is in the body of a loop that has ended comes first.
@@ -75,7 +77,7 @@ class Following:
             if member.group.era != era:
                 return
         if says is None or (not says.flags & Flag.OPENING and says.kind is not Kind.DRAIN):
-            self._follow_round(gathered, bitmap)
+            self._follow_round(gathered, bitmap, summation)
         elif says.kind is Kind.DRAIN:
             self._follow_drain()
         elif says.kind is Kind.END:
@@ -84,8 +86,8 @@ class Following:
             exchanges.opened(gathered, bitmap)
         self._pursue()
 
-    def _gathered(self) -> tuple[list[Ticket], int]:
-        """Everybody's tickets, whatever they are of."""
+    def _gathered(self) -> Any:
+        """The gathering of everybody's tickets, whatever they are of; it is over."""
         member = self._member
         kind = member.group.phase.kind if member.group.open else Kind.TRAIN
         ticket = member.ticket(kind, Flag.FOLLOWING | self.readiness())
@@ -94,9 +96,9 @@ class Following:
             ticket = replace(ticket, size=call.size, ahead=call.ahead)
         summation = self._channels.gather(member.packed(ticket))
         self._lookout.wait(summation, self._pursue)
-        return self._channels.gathered(summation)
+        return summation
 
-    def _follow_round(self, gathered: list[Ticket], bitmap: int) -> None:
+    def _follow_round(self, gathered: list[Ticket], bitmap: int, summation: Any) -> None:
         """Add nothing to the sums of a round; settle it at once unless an ``evaluate`` may come before.
 
         A newcomer that was just dealt its first samples computes meanwhile.
@@ -115,7 +117,10 @@ class Following:
                 flight.postscript = member.training.gradients.written(added)
         flight.gathered = gathered, bitmap
         member.work.flight = flight
-        flight.summation = self._channels.add_up(flight.sums)
+        if phase.kind is Kind.TRAIN:
+            flight.summation = self._channels.add_up(flight.sums)
+        else:
+            flight.summation = self._channels.gather_appendices(summation)
         if begins:
             return
         self._lookout.wait(flight.summation, self._pursue)

@@ -9,8 +9,9 @@ Source    docs/design/0012-replay.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from pliant.core.score import (
     Stretch,
     Update,
 )
-from pliant.core.tickets import Kind
+from pliant.core.tickets import Kind, Sums
 from pliant.errors import Diverged, UsageError
 from pliant.runtime import views
 from pliant.runtime.comparison import NAMES, Comparison, refuse_other_call, refuse_other_settings
@@ -64,8 +65,11 @@ class _Call:
     phase: int
     result: float | None = None
     over: bool = False
+    results: dict[str, float | None] | None = None
     total: float = 0.0
     count: float = 0.0
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    outputs: list[tuple[MicroBatch, bytes]] = field(default_factory=list)
 
 
 class Player:
@@ -94,6 +98,10 @@ class Player:
         self._exchanging: Exchange | None = None
         """the part of an ``evaluate`` that is being computed"""
         self._calls: list[_Call] = []
+        self._last: _Call | None = None
+        """the one that the script has just left"""
+        self._micro_batch: MicroBatch | None = None
+        """that was drawn last"""
         self._agreed: PolicyRecord | None = None
         self._limit: int | None = None
         self._closed = False
@@ -188,12 +196,19 @@ class Player:
         compute(None)
         self.contributed(weight, loss_sum)
 
-    def contributed(self, weight: float, loss_sum: Tensor | float) -> None:
+    def contributed(
+        self, weight: float, loss_sum: Tensor | float, sums: Sums = (), output: bytes | None = None
+    ) -> None:
         """A drawn micro-batch is computed; its gradients lie in the buffer."""
-        part = self._reading.part
+        part, call = self._reading.part, self._calls[-1]
         assert part is not None
         self._takes.add(part, weight, loss_sum)
         self._reading.computed = True
+        for name, total, count in sums:
+            before = call.sums.get(name, (0.0, 0.0))
+            call.sums[name] = before[0] + total, before[1] + count
+        if output is not None and self._micro_batch is not None:
+            call.outputs.append((self._micro_batch, output))
 
     def step(self) -> bool:
         """Make the update that comes now, if the run's loop bodies saw it."""
@@ -226,9 +241,15 @@ class Player:
                 break
         self.left()
 
-    def left(self) -> float | None:
-        """The script is out of its innermost call; the call's recorded result."""
-        return self._calls.pop().result
+    def left(self) -> Past | None:
+        """The script is out of its innermost call: how that ended."""
+        self._last = call = self._calls.pop()
+        return Past(call.kind, 0, call.result, results=call.results)
+
+    def gathered(self, phase: int, *, everywhere: bool) -> list[tuple[MicroBatch, bytes]] | None:
+        """What the ``evaluate`` that has just ended has gathered: a replay has no leader."""
+        call, self._last = self._last, None
+        return call.outputs if everywhere and call is not None and call.phase == phase else None
 
     def end(self) -> None:
         """The script has come to its end."""
@@ -310,7 +331,8 @@ class Player:
                 self.group = item.group
             if isinstance(item, Ended) and item.record.phase == opened.record.phase:
                 call = self._calls.pop()
-                return Past(call.kind, opened.record.epoch, item.record.result)
+                results = item.record.results or None
+                return Past(call.kind, opened.record.epoch, item.record.result, results=results)
         self._begin_at(start)
         return opened.record.phase
 
@@ -346,7 +368,7 @@ class Player:
         self.group = group
         if call is None:
             return
-        call.over, call.result = True, record.result
+        call.over, call.result, call.results = True, record.result, record.results or None
         if call.kind is Kind.TRAIN:
             self._takes.forget()
             self._views.drain(group)
@@ -355,6 +377,10 @@ class Player:
         self.findings.evaluations += 1
         if record.result is not None and call.count:
             self._comparison.result(call.total / call.count, record.result, group.round)
+        for name, mean in record.results.items():
+            total, count = call.sums.get(name, (0.0, 0.0))
+            if mean is not None:
+                self._comparison.result(total / count if count else math.nan, mean, group.round, name)
         if record.result is not None and not group.open and not group.past[-1].inner:
             self.training.evaluated(record.result)
 
@@ -377,7 +403,8 @@ class Player:
                 self._takes.begin_evaluating(stretch.part)
             else:
                 self._takes.begin(stretch, self.group)
-        return self._reading.drawn()
+        self._micro_batch = self._reading.drawn()
+        return self._micro_batch
 
     def _leave_body(self) -> None:
         """The script's loop body has run."""

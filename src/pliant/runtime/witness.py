@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from pliant.core import agreement, journal, ledger
+from pliant.core import agreement, journal, ledger, measures
 from pliant.core.group import Group
 from pliant.core.regrouping import Entry
 from pliant.core.rounds import Settled
@@ -180,7 +180,8 @@ class Reporter:
         lines = [_line(ticket, spans) for ticket, spans in zip(handed_in, outcome.spans, strict=True)]
         entered = [(m, t.size, t.ahead) for m, t in enumerate(handed_in) if t.flags & Flag.READY]
         if outcome.kind is Kind.EVALUATE:
-            self._write(journal.ExchangeRecord(group.era, outcome.phase, outcome.batch, lines, entered))
+            sums = measures.journaled(handed_in)
+            self._write(journal.ExchangeRecord(group.era, outcome.phase, outcome.batch, lines, entered, sums))
         else:
             self._write(
                 journal.RoundRecord(
@@ -206,7 +207,7 @@ class Reporter:
                 )
             )
         if outcome.ended:
-            self._write(journal.PhaseEndRecord(outcome.phase, list(outcome.cut), outcome.result))
+            self._write(journal.PhaseEndRecord(outcome.phase, list(outcome.cut), outcome.result, outcome.results or {}))
 
     def _write(self, record: journal.Record) -> None:
         self._held.append(journal.encode(record))

@@ -35,7 +35,7 @@ from torch import Tensor
 from pliant.core.group import Group, Past, Standing
 from pliant.core.ledger import MicroBatch, samples_of
 from pliant.core.rounds import Settled
-from pliant.core.tickets import Flag, Kind
+from pliant.core.tickets import Flag, Kind, Sums
 from pliant.errors import Left, RunEnded, UsageError
 from pliant.runtime.bounds import Bounds
 from pliant.runtime.channels import Answer, Channels
@@ -307,10 +307,17 @@ class Worker:
             return False
         return self._speaks(self.group.phase.number) and self._bounds.last()
 
-    def contributed(self, weight: float, loss_sum: Tensor | float) -> None:
-        """A drawn micro-batch is computed; its gradients lie in the buffer."""
+    def contributed(
+        self, weight: float, loss_sum: Tensor | float, sums: Sums = (), output: bytes | None = None
+    ) -> None:
+        """A drawn micro-batch is computed; its gradients lie in the buffer.
+
+        ``sums``, ``output``: what an ``evaluate`` has measured beside, and what it gathers.
+        """
         mine = self._member.work.contribution
         mine.add(weight, loss_sum)
+        if sums or output is not None:
+            mine.append(sums, output)
         if self._slowdown > 0:
             self._sleep(self._slowdown * (time.thread_time() - mine.cpu_start_s))
 
@@ -375,11 +382,23 @@ class Worker:
             self._exchanges.settle()
         self._come_to_the_end()
 
-    def left(self) -> float | None:
-        """The script is out of its innermost call; the call's result."""
+    def left(self) -> Past | None:
+        """The script is out of its innermost call: how that ended."""
         past = self._member.script.past(self.group)
         self._member.script.leaves()
-        return past.result if past is not None else None
+        return past
+
+    def gathered(self, phase: int, *, everywhere: bool) -> list[tuple[MicroBatch, bytes]] | None:
+        """What an ``evaluate`` that has just ended has gathered, as far as this worker has it.
+
+        None on those who are not to have it: all but the first who holds the state, unless it is wanted
+        ``everywhere``; and whoever does not hold the state, which cannot compute what it lacks.
+        """
+        member = self._member
+        found = member.work.outputs.taken(phase)
+        if member.follows or not (everywhere or member.index == member.holders[0]):
+            return None
+        return found
 
     def end(self) -> None:
         """Leave the run together with all others. Raises ``Left`` where this worker does not hold the final state."""

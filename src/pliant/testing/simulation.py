@@ -479,17 +479,37 @@ class Script:
 
     def _evaluate(self, epoch: int) -> None:
         worker, scene = self._worker, self.scene
-        result: float | None = None
         with self.training.plain():
             phase = worker.open(Opening(Kind.EVALUATE, epoch, scene.evaluated, 1, self.size, 0))
             if isinstance(phase, Past):
-                result = phase.result
+                past: Past | None = phase
             else:
                 while (micro_batch := worker.draw(phase)) is not None:
                     positions = self._compute(micro_batch)
-                    worker.contributed(float(len(positions)), float(sum(positions)))
+                    total, count = float(sum(positions)), float(len(positions))
+                    if scene.in_a_row > 1:
+                        sums = (("loss", total, count), ("ones", count, count))
+                        worker.contributed(count, total, sums, str(positions).encode())
+                    else:
+                        worker.contributed(count, total)
                     worker.step()
-                result = worker.left()
+                past = worker.left()
+                self._check_gathered(worker.gathered(phase, everywhere=True) or [])
         expected = (scene.evaluated - 1) / 2
-        if result is not None and result != expected:
-            raise Violation(f"{self.name}: evaluate gives {result} in place of {expected}")
+        if past is None or past.result is None:
+            return
+        results = {"loss": expected, "ones": 1.0} if scene.in_a_row > 1 else None
+        if past.result != expected or past.results != results:
+            raise Violation(f"{self.name}: evaluate gives {past.result}, {past.results} in place of {expected}")
+
+    def _check_gathered(self, found: list[tuple[MicroBatch, bytes]]) -> None:
+        """Each output is that of its samples, and there once."""
+        gathered: list[int] = []
+        for micro_batch, output in found:
+            positions = [position for start, stop in micro_batch for position in range(start, stop)]
+            if str(positions).encode() != output:
+                raise Violation(f"{self.name}: {positions} were gathered with {output.decode()}")
+            gathered += positions
+        if len(gathered) != len(set(gathered)):
+            raise Violation(f"{self.name}: gathered {sorted(gathered)}")
+        self.process.world.note("gathered", self.name, len(gathered), self.scene.evaluated)
