@@ -456,6 +456,7 @@ class Run:
         try:
             while lacking:
                 micro_batch = lacking.pop(0)
+                self._worker.note_progress()
                 collated = reading.fetch(micro_batch)
                 seed_everything(stream(seed, epoch, micro_batch[0][0], MICRO_BATCH))
                 again.append((micro_batch, asked.of(collated, samples_of(micro_batch)).output or b""))

@@ -246,6 +246,9 @@ class Player:
         self._last = call = self._calls.pop()
         return Past(call.kind, 0, call.result, results=call.results)
 
+    def note_progress(self) -> None:
+        """Nobody waits."""
+
     def gathered(self, phase: int, *, everywhere: bool) -> list[tuple[MicroBatch, bytes]] | None:
         """What the ``evaluate`` that has just ended has gathered: a replay has no leader."""
         call, self._last = self._last, None

@@ -388,6 +388,10 @@ class Worker:
         self._member.script.leaves()
         return past
 
+    def note_progress(self) -> None:
+        """This worker computes, though no exchange shows it."""
+        self._lookout.progress()
+
     def gathered(self, phase: int, *, everywhere: bool) -> list[tuple[MicroBatch, bytes]] | None:
         """What an ``evaluate`` that has just ended has gathered, as far as this worker has it.
 
