@@ -88,6 +88,10 @@ class Contribution:
         sums = tuple((name, total, count) for name, (total, count) in self._sums.items())
         return Appendix(sums, None if self._outputs is None else tuple(self._outputs))
 
+    def leave_out(self) -> None:
+        """A backward pass has failed: its samples are spent, and nothing that was computed for them counts."""
+        self.weight, self._loss, self._pending = 0.0, 0.0, 0
+
     def point(self, *, fresh: bool) -> Point:
         """Where it was computed; ``fresh``: it is handed in after the last settled round's update."""
         early = min(self._early, self.micro_batches)
