@@ -295,13 +295,13 @@ class Eras:
             self._takeover.pursue(exchange)
 
     def averaged(
-        self, exchange: int, present: int, factor: float, scheduled: tuple[float, float]
+        self, exchange: int, present: int, factor: float, scheduled: tuple[float, float], *, finite: bool
     ) -> Callable[[Any], bool] | None:
         """Whom to show a round's mean gradients; it says whether it keeps them."""
         pursuing = self._takeover
         if pursuing is None:
             return None
-        return lambda means: pursuing.note(exchange, means, present, factor, scheduled)
+        return lambda means: pursuing.note(exchange, means, present, factor, scheduled, finite=finite)
 
     def evaluated(self, exchange: int, result: float) -> None:
         """A top-level ``evaluate`` has ended: a schedule that is still to come may not know of it."""

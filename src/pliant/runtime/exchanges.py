@@ -220,7 +220,9 @@ class Exchanges:
         scheduled = (before.scheduled, member.group.scheduled)
         averaged = None
         if member.eras is not None:
-            averaged = member.eras.averaged(before.exchange + 1, bitmap, outcome.factor, scheduled)
+            averaged = member.eras.averaged(
+                before.exchange + 1, bitmap, outcome.factor, scheduled, finite=outcome.finite
+            )
         self.last_trained = outcome
         self.applied_rate = training.rate * outcome.factor
         training.apply(outcome, flight.filled, bitmap, averaged, measures=outcome.measures)

@@ -119,7 +119,7 @@ class HandingIn:
     def _bitmap(self) -> int:
         """What this contribution has touched."""
         training = self._member.training
-        training.gradients.check()
+        training.check()
         return training.gradients.present() | training.buffers.changed() << len(training.parameters)
 
     def given_away(self, weight: float, *, overlap: bool, returning: bool) -> tuple[Buffer | None, Tensor | None]:
@@ -174,7 +174,7 @@ class HandingIn:
         member, work = self._member, self._member.work
         mine = work.contribution
         # What the script has spoilt is found before anybody is told.
-        member.training.gradients.check()
+        member.training.check()
         ticket = member.ticket(Kind.TRAIN, flags)
         flight = Flight(None, None, mine.micro_batches)
         flight.point = mine.point(fresh=True)

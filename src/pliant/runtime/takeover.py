@@ -59,6 +59,7 @@ class _Round:
     hyper: list[dict[str, Any]]
     """what the schedule said"""
     applied: bool
+    finite: bool
     scheduled: tuple[float, float]
     """what the schedule had counted before and after it"""
 
@@ -272,6 +273,8 @@ class Takeover:
         present: int,
         factor: float,
         scheduled: tuple[float, float],
+        *,
+        finite: bool = True,
     ) -> bool:
         """A round was settled as ``exchange``; ``means`` are its gradients, None if it was not applied.
 
@@ -286,7 +289,7 @@ class Takeover:
             needed = [index for index in asked.parameters if present >> index & 1]
             gradients = {index: means.views[index] if kept else means.views[index].clone() for index in needed}
         hyper = self._training.scheduled()
-        asked.since.append(_Round(exchange, gradients, kept, factor, hyper, means is not None, scheduled))
+        asked.since.append(_Round(exchange, gradients, kept, factor, hyper, means is not None, finite, scheduled))
         return kept is not None
 
     def note_result(self, exchange: int, result: float) -> None:
@@ -320,7 +323,7 @@ class Takeover:
             training.catch_up(each.gradients, each.factor, None if schedules else each.hyper)
             if schedules:
                 training.advance_schedule(*each.scheduled)
-                training.follow_scale(applied=each.applied)
+                training.follow_scale(applied=each.applied, finite=each.finite)
         elif schedules:
             training.evaluated(each.result)
 
@@ -401,7 +404,8 @@ def _copied(value: Any) -> Any:
 def install_meta(training: Training, carried: Mapping[str, Any], meta: Mapping[str, Any], *, merged: bool) -> None:
     """Take over hyper-parameters, schedule, scaler, buffers, and what of the journal is not on disk."""
     for name, value in meta["outer"].items():
-        carried[name].load_state_dict(value)
+        if carried.get(name) is not None:
+            carried[name].load_state_dict(value)
     for group, hyper in zip(training.optimizer.param_groups, meta["groups"], strict=True):
         group.update(hyper)
     for index in meta["buffers"]:
