@@ -36,6 +36,8 @@ SCRIPT = """
         with torch.autocast("cpu", dtype=kind):
             return float((model(batch[0]) - batch[1]).float().square().sum()), len(batch[0])
 
+    drew = set()
+
     def enough(batch):
         return float(all(Path(name).exists() for name in scene.get("until", []))), 1
 
@@ -48,6 +50,9 @@ SCRIPT = """
         for epoch in run.epochs(1000):
             for x, y in run.batches(samples, size=scene.get("size", 4)):
                 time.sleep(scene.get("sleep_s", 0.0))
+                if run.worker not in drew:
+                    drew.add(run.worker)
+                    print("drew", run.worker, flush=True)
                 if scene.get("dies") == run.worker and epoch == 2:
                     die_once("died")
                 with torch.autocast("cpu", dtype=kind):
@@ -108,10 +113,10 @@ def test_one_dies_and_another_comes(launch: Launcher, delay: int, dtype: str) ->
     settings = f'{{"delay": {delay}, "checkpoint": "kept", "checkpoint_every": 0.3}}'
     scene = f'{{"dies": "w1", "sleep_s": 0.01, "dtype": "{dtype}", "until": ["died", "scaled"], "join": {settings}}}'
     run = launch(SCRIPT, scene)
-    run.until("w1.2")
+    run.until("drew w1.2")
     scaled = launch.command("scale", "3", "--dir", "job")
     assert scaled.wait() == 0, scaled.output
-    run.until(" w2")
+    run.until("drew w2")
     (launch.directory / "scaled").touch()
     all_alike(run, 3)
     assert list((launch.directory / "kept").rglob("manifest.json"))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from pliant.control import messages
 from pliant.control.client import Position
@@ -44,15 +45,18 @@ class Handed(msgspec.Struct, frozen=True):
     """the exchange that makes the buffers equal is still to come"""
 
 
-_decoder = msgspec.msgpack.Decoder(Handed)
+_decoder = msgspec.msgpack.Decoder(tuple[Handed, bytes])
 
 
 def encoded(handed: Handed) -> bytes:
-    return msgspec.msgpack.encode(handed)
+    # msgpack has no numbers above 64 bits, and a model may have more buffers than that.
+    live = handed.live.to_bytes((handed.live.bit_length() + 7) // 8, "little")
+    return msgspec.msgpack.encode((replace(handed, live=0), live))
 
 
 def decoded(payload: bytes) -> Handed:
-    return _decoder.decode(payload)
+    handed, live = _decoder.decode(payload)
+    return replace(handed, live=int.from_bytes(live, "little"))
 
 
 def packed_entry(entry: Entry) -> bytes:
