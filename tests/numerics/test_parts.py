@@ -264,7 +264,7 @@ def test_shared_weights_that_are_computed_again_are_summed_after_the_pass(early:
 
 
 class Sometimes(nn.Module):
-    """Passes its shared layer once or twice; where that is computed again in the backward pass, it is added to twice."""
+    """Passes a shared layer once or twice; where it is computed again in the backward pass it gets two gradients."""
 
     def __init__(self) -> None:
         super().__init__()

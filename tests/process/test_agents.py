@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 import pytest
-from running import LIMIT_S, Launcher, Running, gone, processes_in
+from running import LIMIT_S, Launcher, Running, gone, heard_here, processes_in
 from test_launch import PRELUDE as PRELUDE_OF_MEMBERS
 from websockets.asyncio.server import Server, ServerConnection, serve
 
@@ -131,7 +131,8 @@ def play(tmp_path: Path, script: str, scene: Scene, **settings: object) -> local
             await scene(canned, said, launching)
             return await asyncio.wait_for(launching, LIMIT_S)
 
-    return asyncio.run(whole())
+    with heard_here():
+        return asyncio.run(whole())
 
 
 @contextlib.asynccontextmanager
