@@ -254,7 +254,9 @@ class Exchanges:
         averaged = None
         if member.eras is not None:
             touched = bitmap & int.from_bytes(outcome.touched, "little") if outcome.touched else bitmap
-            averaged = member.eras.averaged(before.exchange + 1, touched, outcome.factor, scheduled)
+            averaged = member.eras.averaged(
+                before.exchange + 1, touched, outcome.factor, scheduled, finite=outcome.finite
+            )
         self.last_trained = outcome
         self.applied_rate = training.rate * outcome.factor
         training.apply(outcome, flight.filled, bitmap, averaged, measures=outcome.measures)

@@ -479,7 +479,7 @@ class VirtualTraining(Training):
         self.fingerprint: Any = VirtualFingerprint(numbers)
         self.scheduler = VirtualScheduler(self.optimizer)
         self._scheduler, self._schedule_by = self.scheduler, "batch"
-        self._scaler = self._scale = None
+        self.loss_scale = None
         self._stepping = False
 
     def close(self) -> None:
