@@ -1,0 +1,7 @@
+"""Scripts that failed once."""
+
+from __future__ import annotations
+
+from pliant.testing.habits import Habits
+
+KEPT: list[Habits] = []
