@@ -10,22 +10,25 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "pliant"
 
-BOTTOM = {"types", "errors", "proof"}
+BOTTOM = {"types", "errors", "bitmaps", "proof"}
 SIBLINGS = {"core", "control", "tensors"}
 USER_SIDE = {"run", "data", "rates", "settings"}
 ALLOWED = {
     "types": set[str](),
     "errors": set[str](),
+    "bitmaps": set[str](),
     "proof": set[str](),
     **dict.fromkeys(SIBLINGS, BOTTOM),
-    "runtime": BOTTOM | SIBLINGS,
-    **dict.fromkeys(USER_SIDE, BOTTOM | SIBLINGS | USER_SIDE | {"runtime"}),
+    # The worker's side of runtime is moving here.
+    "worker": BOTTOM | SIBLINGS | {"runtime"},
+    "runtime": BOTTOM | SIBLINGS | {"worker"},
+    **dict.fromkeys(USER_SIDE, BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker"}),
     # The package itself hands out the user side's names: in a worker at once, else on first use.
-    "pliant": BOTTOM | USER_SIDE | {"runtime"},
-    "launch": BOTTOM | SIBLINGS | USER_SIDE | {"runtime"},
+    "pliant": BOTTOM | USER_SIDE | {"runtime", "worker"},
+    "launch": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker"},
     # The command starts runs; the demo's scripts are users and import the package.
-    "ui": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "launch", "pliant"},
-    "testing": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "launch", "ui", "pliant"},
+    "ui": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker", "launch", "pliant"},
+    "testing": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker", "launch", "ui", "pliant"},
 }
 """layer → the layers it may import, besides itself"""
 

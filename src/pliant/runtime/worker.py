@@ -232,6 +232,7 @@ class Worker:
         """The script's loop body is next; with a contribution in flight it computes at the look-ahead point."""
         work = self._member.work
         self._following.take_users_state()
+        self.training.trained.settle()
         if self.group.phase.kind is Kind.TRAIN:
             work.drawn_since_update = True
             start = self._clock()
@@ -303,6 +304,8 @@ class Worker:
         """Whether the micro-batch that was just drawn is the last one that a synchronous round waits for."""
         # An emulated device sleeps after the pass: its gradients would be there too soon.
         if self._slowdown > 0 or self._lookout.broken is not None or self.training.ahead or not self._handing.in_parts:
+            return False
+        if self.training.look() != self.group.trained or self._handing.changes_set:
             return False
         return self._speaks(self.group.phase.number) and self._bounds.last()
 

@@ -102,6 +102,7 @@ class VirtualBuffer:
         self.flats = self.parts = [Flat([0] * size) for size in PARTS]
         self.views = [_View(flat, index) for flat in self.flats for index in range(len(flat.values))]
         self.present = 0
+        self.members = b"\x07"
 
     def squared_norm(self) -> float:
         """Some number that depends on all of it: who sums something else is noticed."""
@@ -131,6 +132,8 @@ class VirtualGradients:
         self.parts = len(PARTS)
         self.orderly = True
         self.late = False
+        self.trained: bytes | None = None
+        self.optimized = range(PARAMETERS)
         self._spare: VirtualBuffer | None = None
         self._filling: VirtualBuffer | None = VirtualBuffer()
 
@@ -140,6 +143,9 @@ class VirtualGradients:
 
     def check(self) -> None:
         """Nobody else touches them."""
+
+    def lay_out(self, members: bytes) -> None:
+        """All parameters, always."""
 
     def present(self) -> int:
         assert self._filling is not None
@@ -282,7 +288,7 @@ class VirtualLookAhead:
         self.due = False
         self.away = False
 
-    def park(self, gradients: Any, present: int, scale: float) -> None:
+    def park(self, gradients: Any, present: int, scale: float, members: Any = None) -> None:
         self.due = True
 
     def go(self, hyper: Any) -> None:
@@ -317,6 +323,29 @@ class VirtualFingerprint:
 
     def of(self, turn: int) -> int:
         return zlib.crc32(b"%d" % self._parameters[turn % self.parts].value)
+
+
+class VirtualTrainedSet:
+    """``worker.trained_set.TrainedSet`` of a script that trains everything."""
+
+    def look(self) -> bytes:
+        return b"\x07"
+
+    def settle(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def take_over(self, state: Mapping[str, Any], *, later: bool) -> None: ...
+
+    def adopt(self, agreed: bytes) -> list[int]:
+        return []
+
+    @property
+    def optimized(self) -> range:
+        return range(PARAMETERS)
 
 
 class VirtualOptimizer:
@@ -369,6 +398,8 @@ class VirtualTraining(Training):
         self.parameters = [Number((start + index) % PRIME) for index in range(PARAMETERS)]  # type: ignore[assignment]
         numbers: Any = self.parameters
         self.optimizer: Any = VirtualOptimizer(numbers, 0.125)
+        self.trained: Any = VirtualTrainedSet()
+        self._had_gradients = self._missed_gradients = 0
         self.gradients: Any = VirtualGradients(numbers)
         self.buffers: Any = VirtualBuffers(buffers)
         self.lookahead: Any = VirtualLookAhead(numbers)
