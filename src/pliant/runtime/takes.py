@@ -35,6 +35,8 @@ class _Take:
     present: int = 0
     merged: Tensor | None = None
     finished: bool = False
+    left_out: bool = False
+    """a backward pass has failed"""
 
 
 class Takes:
@@ -54,6 +56,12 @@ class Takes:
         take = self._takes[part]
         take.weight += weight
         take.loss = take.loss + loss_sum
+
+    def leave_out(self, part: Part) -> None:
+        """A backward pass of it has failed: nothing that was computed of it counts."""
+        take = self._takes[part]
+        take.weight, take.loss, take.left_out = 0.0, 0.0, True
+        self._training.gradients.discard()
 
     def forget(self) -> None:
         """What was computed and not used counts for nothing."""
@@ -151,6 +159,9 @@ class Takes:
             take.buffer.scale(1.0 / (part.line.scale if part.line is not None else training.scale))
             norm = take.buffer.squared_norm()
         take.norm = norm if math.isfinite(loss + norm) else None
+        if take.left_out and part.line is not None and part.line.flags & Flag.NONFINITE:
+            # Its ticket was with the others already when the pass failed.
+            take.weight, loss, take.norm = part.line.weight, part.line.loss_sum, None
         if part.line is not None:
             take.merged = self._views.handed_in(group, part.worker, take.weight)
         self._comparison.ticket(part, take.weight, loss, take.norm, training.reference)

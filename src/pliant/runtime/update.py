@@ -258,15 +258,16 @@ class Training:
         """Which gradients the update uses: none of parameters that some contribution was not computed for."""
         if not touched:
             return present
-        update = present & int.from_bytes(touched, "little")
-        if update != present:
-            unused = [index for index in range(len(self.parameters)) if (present ^ update) >> index & 1]
+        present &= (1 << len(self.parameters)) - 1
+        used = present & int.from_bytes(touched, "little")
+        if used != present:
+            unused = [index for index in range(len(self.parameters)) if (present ^ used) >> index & 1]
             if summed is not None:
                 summed.leave_out(unused)
             else:
                 for index in unused:
                     self.parameters[index].grad = None
-        return update
+        return used
 
     def weigh(self, number: int, turn: int) -> None:
         """Take the digest of a part of the weights after round ``number``. The model holds the plain weights."""

@@ -328,6 +328,9 @@ class VirtualFingerprint:
 class VirtualTrainedSet:
     """``worker.trained_set.TrainedSet`` of a script that trains everything."""
 
+    def __init__(self, optimizer: VirtualOptimizer) -> None:
+        self._optimizer = optimizer
+
     def look(self) -> bytes:
         return b"\x07"
 
@@ -336,9 +339,11 @@ class VirtualTrainedSet:
     def check(self) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        group = self._optimizer.param_groups[0]
+        return {"lr": group["lr"], "momentum": group["momentum"]}
 
-    def take_over(self, state: Mapping[str, Any], *, later: bool) -> None: ...
+    def take_over(self, state: Mapping[str, Any], *, later: bool) -> None:
+        self._optimizer.param_groups[0].update(state)
 
     def adopt(self, agreed: bytes) -> list[int]:
         return []
@@ -398,7 +403,7 @@ class VirtualTraining(Training):
         self.parameters = [Number((start + index) % PRIME) for index in range(PARAMETERS)]  # type: ignore[assignment]
         numbers: Any = self.parameters
         self.optimizer: Any = VirtualOptimizer(numbers, 0.125)
-        self.trained: Any = VirtualTrainedSet()
+        self.trained: Any = VirtualTrainedSet(self.optimizer)
         self._had_gradients = self._missed_gradients = 0
         self.gradients: Any = VirtualGradients(numbers)
         self.buffers: Any = VirtualBuffers(buffers)
