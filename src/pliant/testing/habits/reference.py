@@ -38,13 +38,28 @@ class Sum:
 
     gradients: dict[str, Tensor] = field(default_factory=dict)
     weight: float = 0.0
-    spoilt: bool = False
+    infinite: bool = False
 
     def add(self, other: Sum) -> None:
         for name, gradient in other.gradients.items():
             self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient
         self.weight += other.weight
-        self.spoilt = self.spoilt or other.spoilt
+        self.infinite = self.infinite or other.infinite
+
+    def only(self, names: frozenset[str]) -> Sum:
+        """Of these parameters."""
+        kept = {name: gradient for name, gradient in self.gradients.items() if name in names}
+        return Sum(kept, self.weight, self.infinite)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the run says of one."""
+
+    outcome: Settled
+    tickets: Sequence[Ticket]
+    rate: float
+    overlaps: bool
 
 
 class Reference:
@@ -54,12 +69,9 @@ class Reference:
         self.kit = kit_of(habits, 0)
         self._habits = habits
         self._diaries = diaries
-        self._rounds = [
-            (outcome, tickets, rate)
-            for outcome, tickets, rate in zip(record.outcomes, record.tickets, record.rates, strict=True)
-            if outcome.kind is Kind.TRAIN
-        ]
-        self._phases = sorted({outcome.phase for outcome, _, _ in self._rounds})
+        told = zip(record.outcomes, record.tickets, record.rates, record.overlaps, strict=True)
+        self._rounds = [Round(*each) for each in told if each[0].kind is Kind.TRAIN]
+        self._phases = sorted({each.outcome.phase for each in self._rounds})
         """every epoch has one; who goes along does not name the epoch in its ticket"""
         self._samples = Samples(habits, habits.samples)
         self._fronts: dict[tuple[int, int], int] = {}
@@ -67,15 +79,21 @@ class Reference:
         self._factors = {0: 1.0}
         self._handed_in: dict[int, tuple[Sum, Point]] = {}
         self._changed = 0
+        self._agreed = frozenset[str]()
+        """what the group trains"""
+        self._names = self._numbered()
         self._seen = 0
         self._results = 0
 
     def run(self) -> Kit:
         """All rounds; raises ``Mismatch`` where the run's own account of itself does not hold."""
         self._keep(0)
-        for place, (outcome, tickets, rate) in enumerate(self._rounds):
-            self._round(outcome, tickets, rate)
-            ends = place + 1 == len(self._rounds) or self._rounds[place + 1][0].phase != outcome.phase
+        for place, told in enumerate(self._rounds):
+            outcome = told.outcome
+            if place == 0 or self._rounds[place - 1].outcome.phase != outcome.phase:
+                self._open(self._phases.index(outcome.phase))
+            self._round(told)
+            ends = place + 1 == len(self._rounds) or self._rounds[place + 1].outcome.phase != outcome.phase
             if ends and self._habits.schedule == "epoch":
                 step_schedule(self.kit)
             self._do_changes(outcome.round)
@@ -94,23 +112,61 @@ class Reference:
             change(self.kit, event)
             self._changed += 1
 
+    # -- what is trained
+
+    def _numbered(self) -> list[str]:
+        """The parameters as tickets count them: the optimizer's, then those that only the model has."""
+        names = {id(p): name for name, p in self.kit.named()}
+        held = [p for group in self.kit.optimizer.param_groups for p in group["params"]]
+        return list(dict.fromkeys(names[id(p)] for p in (*held, *self.kit.model.parameters())))
+
+    def _set(self, ticket: Ticket) -> frozenset[str]:
+        bits = int.from_bytes(ticket.trained, "little")
+        return frozenset(name for number, name in enumerate(self._names) if bits >> number & 1)
+
+    def _open(self, epoch: int) -> None:
+        """Where a loop begins, what all train counts at once."""
+        sets = {diary.opened[epoch] for diary in self._diaries}
+        if len(sets) == 1:
+            self._agreed = sets.pop()
+
+    def _layout(self, told: Round) -> frozenset[str]:
+        """What this round is summed for; with an overlap a change counts one round later."""
+        sets = {self._set(ticket) for ticket in told.tickets}
+        before = self._agreed
+        if len(sets) == 1:
+            self._agreed = next(iter(sets))
+        return before if told.overlaps else self._agreed
+
     # -- one round
 
-    def _round(self, outcome: Settled, tickets: Sequence[Ticket], rate: float) -> None:
-        total, samples = Sum(), 0
-        for member, ticket in enumerate(tickets):
+    def _round(self, told: Round) -> None:
+        outcome, total, samples = told.outcome, Sum(), 0
+        layout = touched = self._layout(told)
+        failed = False
+        for member, ticket in enumerate(told.tickets):
             part = self._drawn(member, outcome, ticket)
-            own = self._contribution(member, outcome.round, part, ticket.point)
+            own = self._contribution(member, outcome.round, part, ticket.point).only(layout)
             self._handed_in[member] = own, ticket.point
             total.add(own)
             samples += sum(len(drawn.indices) for drawn in part)
-        applied = total.weight > 0 and not total.spoilt
+            for drawn in part:
+                touched &= drawn.trained
+                failed = failed or drawn.failed
+        applied = total.weight > 0 and not total.infinite
+        if failed and self._habits.wide and not outcome.applied:
+            # Its ticket was with the others already when the pass failed: all do without the round.
+            applied = False
         _check(outcome.batch == samples, f"round {outcome.round} says {outcome.batch} samples, it has {samples}")
         _check(outcome.applied == applied, f"round {outcome.round}: applied is {outcome.applied}")
         self._factors[outcome.round] = outcome.factor
-        _close(rate, self.kit.optimizer.param_groups[0]["lr"] * outcome.factor, f"the rate of round {outcome.round}")
+        rate = self.kit.optimizer.param_groups[0]["lr"] * outcome.factor
+        _close(told.rate, rate, f"the rate of round {outcome.round}")
         if applied:
-            update(self.kit, total, outcome.factor)
+            update(self.kit, total.only(touched), outcome.factor)
+        self._advance(samples)
+
+    def _advance(self, samples: int) -> None:
         before, self._seen = self._seen, self._seen + samples
         if self._habits.schedule in ("batch", "cycle"):
             for _ in range(self._seen // self._habits.batch - before // self._habits.batch):
@@ -136,9 +192,12 @@ class Reference:
             at = point.early_round, point.ahead, point.early
             _check(at == (number - 1, False, len(part)), f"round {number}: worker {member} computed at {point}")
         _check(point.early_round >= number - 2, f"round {number}: worker {member} computed at {point}")
-        own = self._sum(self._point(member, point), part[: point.early])
-        if part[point.early :]:
-            own.add(self._sum(self._versions[point.late_round], part[point.early :]))
+        early, own = self._point(member, point), Sum()
+        for place, drawn in enumerate(part):
+            # What a failed pass leaves behind is of no use, nor is what was added up before it.
+            own = Sum() if drawn.failed else own
+            if not drawn.failed:
+                own.add(self._gradient(early if place < point.early else self._versions[point.late_round], drawn))
         return own
 
     def _point(self, member: int, point: Point) -> Kit:
@@ -150,15 +209,9 @@ class Reference:
             return ahead(plain, before, self._factors[point.early_round])
         return repeated(plain, plain if handed.fresh else self._versions[point.early_round - 1])
 
-    def _sum(self, kit: Kit, part: Sequence[Drawn]) -> Sum:
-        result = Sum()
-        for drawn in part:
-            result.add(self._gradient(kit, drawn))
-        return result
-
     def _gradient(self, kit: Kit, drawn: Drawn) -> Sum:
-        if drawn.spoilt:
-            return Sum(weight=drawn.weight, spoilt=True)
+        if drawn.infinite:
+            return Sum(weight=drawn.weight, infinite=True)
         wanted = [(name, p) for name, p in kit.named() if name in drawn.trained]
         for _, p in wanted:
             p.requires_grad_(True)
@@ -204,7 +257,7 @@ def step_schedule(kit: Kit) -> None:
 def ahead(plain: Kit, own: Sum, factor: float) -> Kit:
     """After a real step of a copied optimizer on a worker's own mean gradient; without one, where momentum leads."""
     kit = plain.twin()
-    if own.weight > 0 and not own.spoilt:
+    if own.weight > 0 and not own.infinite:
         update(kit, own, factor)
         return kit
     moving = {name: torch.zeros_like(p) for name, p in kit.named() if _moves(kit, p)}

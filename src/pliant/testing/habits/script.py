@@ -34,8 +34,9 @@ class Drawn:
     weight: float
     trained: frozenset[str]
     """which parameters were trained when it was computed"""
-    spoilt: bool = False
-    """its gradients are of no use"""
+    infinite: bool = False
+    failed: bool = False
+    """its backward pass did not come to its end"""
 
 
 @dataclass
@@ -46,6 +47,8 @@ class Diary:
     """by epoch"""
     changes: list[tuple[int, Event]] = field(default_factory=list)
     """(round, change of the trained set)"""
+    opened: list[frozenset[str]] = field(default_factory=list)
+    """what was trained at the beginning of each epoch"""
     results: list[tuple[int, float]] = field(default_factory=list)
     """(round, result of evaluate)"""
     updates: list[int] = field(default_factory=list)
@@ -95,6 +98,7 @@ class Script:
 
     def _epoch(self, run: Run, epoch: int) -> None:
         drawn = self.diary.drawn.setdefault(epoch, [])
+        self.diary.opened.append(self.kit.trained())
         size = self.habits.sizes[self._place % len(self.habits.sizes)]
         for batch in run.batches(self._samples, size=size, num_workers=self.habits.loaders):
             self.at_micro_batch(run)
@@ -119,7 +123,7 @@ class Script:
             loss = loss * float("inf")
         if "oom" in happens:
             loss = _Exhausted.apply(loss)
-        drawn.append(Drawn(indices, weight, self.kit.trained(), spoilt=bool(happens)))
+        drawn.append(Drawn(indices, weight, self.kit.trained(), "inf" in happens, "oom" in happens))
         try:
             run.backward(loss, weight=weight if self.habits.tokens else None)
         except torch.OutOfMemoryError:
