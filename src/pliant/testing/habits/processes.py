@@ -20,7 +20,9 @@ from pathlib import Path
 import torch
 
 import pliant
+from pliant.core.audit import audit
 from pliant.run import Run
+from pliant.runtime.journaling import history
 from pliant.testing.habits.kit import kit_of
 from pliant.testing.habits.reference import Mismatch
 from pliant.testing.habits.script import Script
@@ -73,7 +75,9 @@ def checked(habits: Habits, directory: Path) -> None:
     found = {path.name: path.read_text() for path in directory.glob("weights-*")}
     if not found or len(set(found.values())) > 1:
         raise Mismatch(f"the workers end with other weights: {sorted(found.items())}")
-    _pliant(directory, "audit", "job/journal.jsonl")
+    report = audit(history(directory / "job" / "journal.jsonl"))
+    if report.problems:
+        raise Mismatch(f"the journal is not in order: {report.problems}")
     _pliant(directory, "replay", "job", *script)
 
 

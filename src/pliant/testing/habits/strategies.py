@@ -20,7 +20,7 @@ _EXACT = ("sgd", "adam", "adamw")
 _EVENTS: tuple[What, ...] = get_args(What)
 
 NOT_YET: dict[str, Callable[[Habits], Habits]] = {
-    "evaluate twice": lambda habits: _without(habits, "evaluate twice"),
+    "evaluate twice": lambda habits: _once(_without(habits, "evaluate twice"), "evaluate"),
     "ema of statistics": lambda habits: replace(habits, ema=False) if habits.norm else habits,
 }
 """what is wrong today, and how a script does without it"""
@@ -29,7 +29,7 @@ NOT_YET: dict[str, Callable[[Habits], Habits]] = {
 @st.composite
 def habits(draw: Any, *, processes: bool = False) -> Habits:
     """A script; ``processes``: one that is run with a coordinator."""
-    workers = draw(st.integers(2 if processes else 1, 4))
+    workers = draw(st.sampled_from((2, 3) if processes else (1, 2, 2, 3, 3, 4)))
     drawn = Habits(
         **draw(_models()),
         **draw(_optimizers()),
@@ -40,8 +40,8 @@ def habits(draw: Any, *, processes: bool = False) -> Habits:
     )
     if processes:
         drawn = replace(_without(drawn, "break alone"), **draw(_processes(workers)))
-    if drawn.schedule == "cycle":
-        # torch's own scheduler does not know a group that comes later.
+    if drawn.schedule in ("batch", "cycle"):
+        # torch's own schedulers do not know a group that comes later.
         drawn = _without(drawn, "add group")
     for without in NOT_YET.values():
         drawn = without(drawn)
@@ -50,6 +50,11 @@ def habits(draw: Any, *, processes: bool = False) -> Habits:
 
 def _without(habits: Habits, *what: What) -> Habits:
     return replace(habits, events=tuple(event for event in habits.events if event.what not in what))
+
+
+def _once(habits: Habits, what: What) -> Habits:
+    first = next((event for event in habits.events if event.what == what), None)
+    return replace(habits, events=tuple(event for event in habits.events if event.what != what or event is first))
 
 
 @st.composite
@@ -68,13 +73,13 @@ def _processes(draw: Any, workers: int) -> dict[str, Any]:
 
 @st.composite
 def _models(draw: Any) -> dict[str, Any]:
-    model = draw(st.sampled_from(get_args(Model)))
+    model = draw(st.sampled_from((*get_args(Model), "cnn")))
     return {
         "model": model,
         "norm": draw(st.booleans()),
-        "channels_last": model == "cnn" and draw(st.booleans()),
-        "wide": draw(st.integers(0, 5)) == 5,
-        "float32": draw(st.integers(0, 5)) == 5,
+        "channels_last": model == "cnn" and draw(st.integers(0, 2)) < 2,
+        "wide": draw(st.integers(0, 5)) == 1,
+        "float32": draw(st.integers(0, 5)) == 1,
     }
 
 
@@ -106,11 +111,11 @@ def _loops(draw: Any, workers: int) -> dict[str, Any]:
         "samples": draw(st.integers(8 * workers, 40)),
         "epochs": draw(st.integers(1, 2)),
         "batch": draw(st.integers(2 * workers, 16)),
-        "floating": draw(st.integers(0, 3)) == 3,
+        "floating": draw(st.integers(0, 3)) == 1,
         "delay": draw(st.sampled_from((0, 1, "auto"))),
         "correction": draw(st.sampled_from(("lookahead", "none"))),
-        "scaler": draw(st.integers(0, 4)) == 4,
-        "ema": draw(st.integers(0, 3)) == 3,
+        "scaler": draw(st.integers(0, 4)) == 1,
+        "ema": draw(st.integers(0, 3)) == 1,
         "tokens": draw(st.booleans()),
         "evaluates": draw(st.booleans()),
     }
@@ -119,4 +124,4 @@ def _loops(draw: Any, workers: int) -> dict[str, Any]:
 @st.composite
 def _events(draw: Any, workers: int) -> list[Event]:
     one = st.builds(Event, at=st.integers(0, 8), what=st.sampled_from(_EVENTS), place=st.integers(0, workers - 1))
-    return draw(st.lists(one, max_size=3))
+    return [draw(one) for _ in range(draw(st.sampled_from((0, 1, 2, 3, 4))))]
