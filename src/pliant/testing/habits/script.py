@@ -8,6 +8,7 @@ Source    ours.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,8 +103,7 @@ class Script:
         size = self.habits.sizes[self._place % len(self.habits.sizes)]
         for batch in run.batches(self._samples, size=size, num_workers=self.habits.loaders):
             self.at_micro_batch(run)
-            if not self._compute(run, batch, drawn):
-                continue
+            self._compute(run, batch, drawn)
             if run.step():
                 self.diary.updates.append(run.round)
                 if self.kit.ema is not None:
@@ -114,8 +114,8 @@ class Script:
             if self._breaks_alone(run):
                 break
 
-    def _compute(self, run: Run, batch: Batch, drawn: list[Drawn]) -> bool:
-        """Whether the gradients are there."""
+    def _compute(self, run: Run, batch: Batch, drawn: list[Drawn]) -> None:
+        """The gradients of a micro-batch; one that does not fit into memory is passed over."""
         loss, weight = self.kit.loss(batch)
         indices = tuple(batch[3].tolist())
         happens = {event.what for event in self.habits.events if event.what in SAMPLE and event.at in indices}
@@ -124,11 +124,9 @@ class Script:
         if "oom" in happens:
             loss = _Exhausted.apply(loss)
         drawn.append(Drawn(indices, weight, self.kit.trained(), "inf" in happens, "oom" in happens))
-        try:
+        # ``step`` is called all the same: it may be the moment of an update for all.
+        with contextlib.suppress(torch.OutOfMemoryError):
             run.backward(loss, weight=weight if self.habits.tokens else None)
-        except torch.OutOfMemoryError:
-            return False
-        return True
 
     def _breaks_alone(self, run: Run) -> bool:
         """Whether this worker leaves its loop by itself, once."""
