@@ -302,6 +302,7 @@ class Training:
 
     def catch_up(self, gradients: dict[int, Tensor], factor: float, scheduled: list[dict[str, Any]] | None) -> None:
         """Make one past update of the parameters in ``gradients``; ``scheduled`` is what the schedule said then."""
+        self.trained.settle()
         before = [p.grad for p in self.parameters]
         now = [{name: group[name] for name in _SCHEDULED if name in group} for group in self.optimizer.param_groups]
         for index, p in enumerate(self.parameters):
@@ -392,6 +393,7 @@ class Training:
     def evaluated(self, result: float) -> None:
         """A top-level ``evaluate`` is over; a schedule that follows results is stepped with it."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
+            self.trained.settle()
             self._scheduler.step(result)
 
     def end_epoch(self, epoch: int) -> None:
@@ -405,6 +407,7 @@ class Training:
     def _step_schedule(self) -> None:
         if self._scheduler is None:
             return
+        self.trained.settle()
         with warnings.catch_warnings():
             # A round the group skips advances the schedule without an optimizer step: intended here.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
