@@ -519,6 +519,33 @@ def test_eras_without_progress_are_paused_between() -> None:
     assert max(gaps[:3]) < 0.3 and 3.0 < gaps[-1] < eras.PAUSE_AT_MOST_S + 0.3
 
 
+@pytest.mark.parametrize(
+    ("said", "donor", "exchange"),
+    [
+        # At one exchange, and one behind: who has the user's state, wherever it stands in the roster.
+        ({"w0": (10, False), "w1": (9, True)}, "w1", 9),
+        ({"w0": (10, False), "w1": (10, True)}, "w1", 10),
+        ({"w0": (9, True), "w1": (10, False), "w2": (10, True)}, "w2", 10),
+        ({"w0": (10, True), "w1": (9, True)}, "w0", 10),
+        # Nobody has it: the furthest.
+        ({"w0": (9, False), "w1": (10, False)}, "w1", 10),
+        # Too far behind: that is no member of the same era's last exchange.
+        ({"w0": (7, True), "w1": (10, False)}, "w1", 10),
+    ],
+)
+def test_who_has_the_users_state_is_the_better_donor(
+    said: dict[str, tuple[int, bool]], donor: str, exchange: int
+) -> None:
+    world = World().started(len(said) + 1)
+    lost = f"w{len(said)}"
+    world.cut(lost)
+    world.exit(lost, -9)
+    for name, (settled, whole) in said.items():
+        world.feed(Stopped(WorkerId(name), 1, settled, True, whole=whole))
+    (start,) = of(StartEra, world.effects)[-1:]
+    assert (start.era, start.donor, start.exchange) == (2, donor, exchange)
+
+
 def test_below_min_workers_the_members_wait_stopped() -> None:
     world = World(min_workers=2).started(2)
     world.exit("w1", -9)

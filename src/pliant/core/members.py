@@ -178,6 +178,8 @@ class Member(msgspec.Struct, frozen=True):
     """since when it has stopped in its era; None: it has not"""
     failed: str = ""
     """why it stopped, if nobody told it to"""
+    whole: bool = True
+    """false: when it stopped, the user's own state was still on its way to it"""
     leaving: str | None = None
     """why it is to go; None: it stays"""
     leaving_s: float = 0.0
