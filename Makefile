@@ -45,7 +45,7 @@ seconds: venv
 	$(BIN)/python tests/lots.py .pytest_cache/others.xml .pytest_cache/process.xml
 
 # Long searches: fresh seeds of the simulator, hostile input, everything that is marked soak. What fails prints the
-# command that repeats it. Half an hour on two cores as it stands; SEEDS=200000 INPUTS=1000000 for a night.
+# command that repeats it. SEEDS=200000 INPUTS=1000000 for a night.
 SEEDS  ?= 20000
 START  ?= $(shell date +%s)000
 INPUTS ?= 50000

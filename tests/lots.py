@@ -21,7 +21,7 @@ FIRST_S = 45
 
 UNKNOWN_S = 30
 
-# On two cores that do nothing else; tests with real processes wait half of the time.
+# Estimates for two quiet cores, some from processor time on a busy machine; `make seconds` says what they should be.
 SECONDS = {
     "contract": 20,
     "core": 40,
