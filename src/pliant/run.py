@@ -34,6 +34,7 @@ from pliant.runtime.update import Training
 from pliant.tensors import weights
 from pliant.tensors.randomness import MICRO_BATCH, seed_everything, stream
 from pliant.types import WorkerId
+from pliant.worker.other_optimizers import OtherOptimizers, check_not_joined
 
 _LOADER_OPTIONS = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "timeout", "worker_init_fn")
 
@@ -76,15 +77,16 @@ def join(
     state         objects with ``state_dict``, or plain values: equal on all workers from the start. ``run.state`` is
                   this very dict
     order         (epoch, n) -> indices, in place of the seed's permutation
-    checkpoint    where checkpoints go: a directory that all workers see, or any address of fsspec (``s3://…``). A run
-                  goes on from the last one: alone by itself, in a job when all workers were lost at once, or with
-                  ``pliant run --resume``
+    checkpoint    where checkpoints go: a directory that all workers see under the same name, or any address of fsspec
+                  (``s3://…``). A run goes on from the last one: alone by itself, in a job when all workers were lost at
+                  once, or with ``pliant run --resume``
     checkpoint_every   seconds between two of them; the last three are kept
     dead_after    seconds without a sign of life after which a worker counts as lost
     enroll        how this worker finds its group; ``pliant.testing`` brings its own
     """
     try:
         settings.check_model(model, optimizer)
+        settings.check_checkpoint(checkpoint, checkpoint_every)
         resolved = settings.resolved(
             optimizer,
             batch=batch,
@@ -95,16 +97,20 @@ def join(
             schedule_by=schedule_by,
             seed=seed,
             dead_after=dead_after,
+            checkpoint=checkpoint,
         )
-        settings.check_scheduler(scheduler)
+        settings.check_scheduler(scheduler, optimizer)
         settings.check_state(state)
-        settings.check_checkpoint(checkpoint, checkpoint_every)
     except UsageError as error:
         membership.turned_away(error)
         raise
 
+    trainings: list[Training] = []
+
     def prepared(grouped: bool) -> Training:
-        return Training(
+        # In a job a second join is refused before, whatever optimizer it brings.
+        check_not_joined(optimizer)
+        training = Training(
             model,
             optimizer,
             reference=resolved.policy.batch,
@@ -117,6 +123,8 @@ def join(
             moments=resolved.policy.rule.moments,
             overlaps=resolved.policy.delay != 0,
         )
+        trainings.append(training)
+        return training
 
     offer = Offer(
         model=model,
@@ -130,10 +138,18 @@ def join(
             "state": {} if state is None else state,
         },
         prepared=prepared,
-        checkpoint=None if checkpoint is None else str(checkpoint),
+        checkpoint=resolved.checkpoint,
         checkpoint_every_s=float(checkpoint_every),
     )
-    return Run(model, enroll(offer), resolved, order=order)
+    try:
+        place = enroll(offer)
+    except BaseException:
+        # The optimizer is the script's own again, for another try.
+        for training in trainings:
+            training.close()
+        raise
+    others = OtherOptimizers(model, optimizer, place.carried["state"], stepping=lambda: place.worker.training.stepping)
+    return Run(model, place, resolved, order=order, others=others)
 
 
 class Run:
@@ -146,6 +162,7 @@ class Run:
         resolved: settings.Settings,
         *,
         order: data.Order | None,
+        others: OtherOptimizers,
     ) -> None:
         self.state: dict[str, Any] = place.carried["state"]
         """the user's own values and objects, equal on all workers at the start"""
@@ -154,6 +171,7 @@ class Run:
         self._worker = place.worker
         self._settings = resolved
         self._order = order
+        self._others = others
         self._epoch = 0
         # Samples before the last loop over batches of this epoch, and what that loop goes over.
         self._before, self._length = 0, 1
@@ -277,14 +295,24 @@ class Run:
 
         ``loader`` goes to torch's DataLoader: num_workers, pin_memory, persistent_workers, prefetch_factor, …
         """
+        self._check_no_loop()
+        return self._micro_batches(Kind.TRAIN, dataset, size, collate_fn, loader)
+
+    def _check_no_loop(self) -> None:
+        """Refuse a second loop beside one that is open."""
         self._check_open()
         if self._worker.inside is not None:
-            raise UsageError("batches was called while another loop over batches is open: finish or break it first")
-        return self._micro_batches(Kind.TRAIN, dataset, size, collate_fn, loader)
+            raise UsageError(
+                "batches was called while another loop over batches is open: finish or break it first; "
+                "two datasets side by side (zip) are one dataset of pairs"
+            )
 
     def _micro_batches(
         self, kind: Kind, dataset: Any, size: int, collate_fn: Callable[[list[Any]], Any] | None, loader: dict[str, Any]
     ) -> Iterator[Any]:
+        if kind is Kind.TRAIN:
+            # It was so when the loop was made; since then another one may have begun.
+            self._check_no_loop()
         length = data.checked(dataset, size)
         epoch, seed = self._epoch, self._settings.seed
         order = self._order if kind is Kind.TRAIN else _as_it_is
@@ -310,6 +338,8 @@ class Run:
                 collated = reading.fetch(micro_batch)
                 seed_everything(stream(seed, epoch, micro_batch[0][0], MICRO_BATCH))
                 self._drawn, self._computed = samples_of(micro_batch), False
+                if kind is Kind.TRAIN:
+                    self._others.enter_micro_batch()
                 yield collated
             self._result = self._worker.left()
         except GeneratorExit:
@@ -322,6 +352,8 @@ class Run:
             raise error.with_traceback(without_own_frames(error.__traceback__)) from None
         finally:
             self._drawn = 0
+            if kind is Kind.TRAIN:
+                self._others.leave_loop()
             reading.close()
 
     def _loader(self, dataset: Any, collate_fn: Any, options: dict[str, Any]) -> data.Loader:
@@ -457,9 +489,14 @@ class Run:
         """Leave the run in good order, together with all others; the end of the ``with`` block does it."""
         if not self._closed:
             self._check_open()
-            self._closed = True
-            atexit.unregister(self._at_exit)
+            self._end()
             self._membership.finish()
+
+    def _end(self) -> None:
+        """The run is over for this script."""
+        self._closed = True
+        self._others.close()
+        atexit.unregister(self._at_exit)
 
     def __enter__(self) -> Run:
         return self
@@ -468,11 +505,13 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            with self._membership.guarded():
-                self.close()
+            try:
+                with self._membership.guarded():
+                    self.close()
+            finally:
+                self._others.close()
         elif not self._closed:
-            self._closed = True
-            atexit.unregister(self._at_exit)
+            self._end()
             self._membership.fail(error)
 
     def _at_exit(self) -> None:

@@ -404,6 +404,7 @@ def install_meta(training: Training, carried: Mapping[str, Any], meta: Mapping[s
         carried[name].load_state_dict(value)
     for group, hyper in zip(training.optimizer.param_groups, meta["groups"], strict=True):
         group.update(hyper)
+    training.schedule_guard.forget()
     for index in meta["buffers"]:
         training.buffers.grow(1 << index)
     training.buffers.adopt(meta["buffers"], merged=merged)

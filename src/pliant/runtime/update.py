@@ -28,6 +28,7 @@ from pliant.tensors.buffers import Buffers
 from pliant.tensors.fingerprint import Fingerprint
 from pliant.tensors.gradients import Buffer, Gradients
 from pliant.tensors.lookahead import LookAhead
+from pliant.worker.schedule_guard import ScheduleGuard
 
 _STEP = (
     "optimizer.step() was called by the script: remove it from the loop; "
@@ -86,6 +87,7 @@ class Training:
         self._clip_norm = clip_norm
         self._moments = moments
         self._scheduler, self._schedule_by = scheduler, schedule_by
+        self.schedule_guard = ScheduleGuard(scheduler, optimizer)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._scale = _scale_of(self._scaler) if self._scaler else None
         self._stepping = False
@@ -94,6 +96,11 @@ class Training:
     def _own_step_only(self, *_: Any) -> None:
         if not self._stepping:
             raise UsageError(_STEP)
+
+    @property
+    def stepping(self) -> bool:
+        """Whether an update is being made."""
+        return self._stepping
 
     def close(self) -> None:
         """Give the optimizer back to the script: plain weights, no hook, no views."""
@@ -127,6 +134,7 @@ class Training:
         ``ready`` is told of each part of the gradients that is complete.
         """
         self.gradients.check()
+        self.schedule_guard.check()
         share = weight / self.reference
         scaled = loss if share == 1.0 else loss * share
         with self.gradients.watched(ready) if ready is not None else nullcontext():
@@ -317,8 +325,9 @@ class Training:
 
     def evaluated(self, result: float) -> None:
         """A top-level ``evaluate`` is over; a schedule that follows results is stepped with it."""
-        if isinstance(self._scheduler, ReduceLROnPlateau):
-            self._scheduler.step(result)
+        scheduler = self._scheduler
+        if isinstance(scheduler, ReduceLROnPlateau):
+            self.schedule_guard.own(lambda: scheduler.step(result))
 
     def end_epoch(self, epoch: int) -> None:
         """Epoch ``epoch`` is over; a newcomer's past epochs were counted by the others."""
@@ -334,7 +343,7 @@ class Training:
         with warnings.catch_warnings():
             # A round the group skips advances the schedule without an optimizer step: intended here.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            self._scheduler.step()
+            self.schedule_guard.own(self._scheduler.step)
 
     @contextmanager
     def plain(self) -> Iterator[None]:

@@ -144,7 +144,8 @@ class Gradients:
             if not self._versions:
                 now = self._loose_versions()
                 if any(version not in (-1, left) for version, left in zip(now, self._left_over, strict=True)):
-                    raise UsageError(_OWN_BACKWARD)
+                    spoilt = any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
+                    raise UsageError(_OWN_BACKWARD if spoilt else _ZERO_GRAD)
                 # As late as a plain loop clears them: freed earlier, their memory is cut up by other tensors.
                 for p in self.parameters:
                     p.grad = None

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pliant.runtime.update import Training
+from pliant.worker.schedule_guard import ScheduleGuard
 
 PRIME = (1 << 61) - 1
 POISON = 0x5EED5EED5EED5EED % PRIME
@@ -383,6 +384,7 @@ class VirtualTraining(Training):
         self.fingerprint: Any = VirtualFingerprint(numbers)
         self.scheduler = VirtualScheduler(self.optimizer)
         self._scheduler, self._schedule_by = self.scheduler, "batch"
+        self.schedule_guard = ScheduleGuard(self.scheduler, self.optimizer)
         self._scaler = self._scale = None
         self._stepping = False
 
