@@ -16,7 +16,8 @@ from torch.utils.data import TensorDataset
 
 import pliant
 from pliant import settings
-from pliant.testing import together
+from pliant.errors import Drifted
+from pliant.testing import Together, together
 
 Join = Callable[..., pliant.Run]
 
@@ -224,6 +225,30 @@ def test_a_loop_begun_and_dropped_lets_the_next_one_begin(each: Callable[[Callab
             return run.samples - before
 
     assert each(script) >= 32
+
+
+# -- weights that differ
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_weights_that_differ_from_the_start_are_found_at_once(delay: int) -> None:
+    """Code of one worker only, in the first round: not 32 rounds later."""
+    rounds: list[int] = []
+
+    def script(handle: Together) -> None:
+        model, optimizer = problem()
+        changed = handle.place == 0
+        with handle.join(model, optimizer, batch=8, delay=delay) as run:
+            for batch in run.batches(dataset(400), size=4):
+                if body(run, model, batch) and not changed:
+                    changed = True
+                    with torch.no_grad():
+                        next(model.parameters())[0, 0] += 1.0
+                rounds.append(run.round)
+
+    with pytest.raises(Drifted, match="weights differ from the others' after round [1248]:"):
+        together(2, script)
+    assert max(rounds) <= 10
 
 
 # -- wrapped objects

@@ -225,8 +225,8 @@ class Training:
             self.gradients.take_back(summed)
         self.follow_scale(applied=outcome.applied)
 
-    def weigh(self, number: int, turn: int) -> None:
-        """Take the digest of a part of the weights after round ``number``. The model holds the plain weights."""
+    def weigh(self, number: int, turn: int | None) -> None:
+        """Take the digest of a part of the weights (None: of all) after round ``number``. The model holds the plain weights."""
         if self.held is None:
             self.weighed = number, self.fingerprint.of(turn)
 

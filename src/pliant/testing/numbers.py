@@ -316,8 +316,9 @@ class VirtualFingerprint:
         self._parameters = parameters
         self.parts = len(parameters)
 
-    def of(self, turn: int) -> int:
-        return zlib.crc32(b"%d" % self._parameters[turn % self.parts].value)
+    def of(self, turn: int | None) -> int:
+        read = self._parameters if turn is None else [self._parameters[turn % self.parts]]
+        return zlib.crc32(b" ".join(b"%d" % p.value for p in read))
 
 
 class VirtualOptimizer:
