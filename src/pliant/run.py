@@ -184,6 +184,8 @@ class Run:
         self._result: float | None = None
         """of the last ``evaluate``"""
         self._left: int | None = None
+        self._bad: tuple[BaseException | None, str | None] = (None, None)
+        """the exception of the last sample that could not be read, and what to end the whole run with"""
         self._trouble: PliantError | None = None
         self._closed = False
         atexit.register(self._at_exit)
@@ -350,11 +352,23 @@ class Run:
             raise
         except PliantError as error:
             raise error.with_traceback(without_own_frames(error.__traceback__)) from None
+        except Exception as error:
+            if reading.bad is not None and reading.bad.error is error:
+                self._met(reading.bad, epoch, phase)
+            raise
         finally:
             self._drawn = 0
             if kind is Kind.TRAIN:
                 self._others.leave_loop()
             reading.close()
+
+    def _met(self, bad: data.BadSample, epoch: int, phase: int) -> None:
+        """A sample cannot be read. A script that passes over that leaves its loop, with everybody else."""
+        where = bad.where(epoch)
+        bad.error.add_note(f"pliant: {self.worker} was reading {where}")
+        self._bad = bad.error, f"{self.worker} could not read {where}: {bad.summary}" if bad.everywhere else None
+        self._worker.training.back()
+        self._left = phase
 
     def _loader(self, dataset: Any, collate_fn: Any, options: dict[str, Any]) -> data.Loader:
         unknown = sorted(set(options) - set(_LOADER_OPTIONS))
@@ -511,13 +525,32 @@ class Run:
             finally:
                 self._others.close()
         elif not self._closed:
-            self._end()
-            self._membership.fail(error)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """The script ends by an exception. One that is in a sample would end one worker after the other."""
+        self._end()
+        met, reason = self._bad
+        self._membership.fail(error, reason if met is not None and met in _causes(error) else None)
 
     def _at_exit(self) -> None:
         """A script without a ``with`` block has ended."""
-        if not self._closed and getattr(sys, "last_value", None) is None:
+        error: BaseException | None = getattr(sys, "last_value", None)
+        if self._closed:
+            return
+        if error is None:
             self.close()
+        elif self._bad[0] in _causes(error):
+            self._fail(error)
+
+
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """An exception, and those that led to it."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
 
 
 def _left_by_break(frame: FrameType) -> bool:

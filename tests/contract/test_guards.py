@@ -246,7 +246,7 @@ def test_weights_that_differ_from_the_start_are_found_at_once(delay: int) -> Non
                         next(model.parameters())[0, 0] += 1.0
                 rounds.append(run.round)
 
-    with pytest.raises(Drifted, match="weights differ from the others' after round [1248]:"):
+    with pytest.raises(Drifted, match=r"weights differ from the others' after round [1248]:"):
         together(2, script)
     assert max(rounds) <= 10
 

@@ -18,8 +18,8 @@ from pliant.core.tickets import Flag, Ticket
 from pliant.types import WorkerId
 
 EVERY = 32
-"""Rounds from one digest to the next. At the start there are more (rounds 1, 2, 4, 8, 16, of all weights): what a script
-gets wrong, it mostly gets wrong from the first round on."""
+"""Rounds from one digest to the next. At the start there are more (rounds 1, 2, 4, 8, 16, of all weights): what a
+script gets wrong, it mostly gets wrong from the first round on."""
 
 PARTS = 2
 """A digest is of one part of the weights (of all of them where they are few), the next one of the next part. So a

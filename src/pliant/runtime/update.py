@@ -226,7 +226,10 @@ class Training:
         self.follow_scale(applied=outcome.applied)
 
     def weigh(self, number: int, turn: int | None) -> None:
-        """Take the digest of a part of the weights (None: of all) after round ``number``. The model holds the plain weights."""
+        """Take the digest of a part of the weights after round ``number``; ``turn`` None: of all of them.
+
+        The model holds the plain weights.
+        """
         if self.held is None:
             self.weighed = number, self.fingerprint.of(turn)
 
