@@ -294,11 +294,11 @@ class Agent:
 
     def _remind(self) -> None:
         """Say, once, that a process runs and has not joined: it may be training alone for hours."""
-        if self._reminded or self._link is None or not self.status.workers:
+        own = {worker.slot: worker.state for worker in self.status.workers if worker.slot in self._slots.names}
+        if self._reminded or self._link is None or not own:
             return
-        away = {worker.slot for worker in self.status.workers if worker.state in _NOT_JOINED}
         slots = self._slots.alive_for(JOIN_S)
-        if not away.issuperset(self._slots.names):
+        if any(state not in _NOT_JOINED for state in own.values()):
             # The script calls it. One that is started again later may take its time.
             self._reminded = True
         elif slots:
