@@ -408,12 +408,17 @@ class Run:
             )
         self._computed = True
         scalar, training = loss.reshape(()), self._worker.training
-        self._worker.contribute(
-            weighs,
-            scalar.detach().to(torch.float64) * weighs,
-            lambda ready: training.backward(scalar, weighs, ready),
-            whole=weight is None,
-        )
+        try:
+            self._worker.contribute(
+                weighs,
+                scalar.detach().to(torch.float64) * weighs,
+                lambda ready: training.backward(scalar, weighs, ready),
+                whole=weight is None,
+            )
+        except Exception:
+            # The script may try the same micro-batch again, in smaller parts say.
+            self._computed = not self._worker.may_repeat
+            raise
 
     @boundary
     def step(self) -> bool:

@@ -132,6 +132,22 @@ def test_a_scheduler_that_nobody_steps_is_harmless(each: Callable[[Callable[[Joi
     assert each(scheduled_script(KINDS["step"], given=False, where="")) == 12
 
 
+def test_a_group_that_is_added_later_brings_its_own_rate(each: Callable[[Callable[[Join], Any]], Any]) -> None:
+    def script(join: Join) -> int:
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD([model.weight], lr=0.1)
+        schedulers.StepLR(optimizer, 3)
+        with join(model, optimizer, batch=8, delay=0) as run:
+            for epoch in run.epochs(2):
+                if epoch == 1:
+                    optimizer.add_param_group({"params": [model.bias], "lr": 0.5})
+                for batch in run.batches(dataset(), size=4):
+                    body(run, model, batch)
+            return run.round
+
+    assert each(script) == 8
+
+
 def test_a_plateau_follows_evaluate_and_is_no_trouble(each: Callable[[Callable[[Join], Any]], Any]) -> None:
     def script(join: Join) -> float:
         model, optimizer = problem()

@@ -127,7 +127,7 @@ def test_every_parameter_is_in_one_part_and_the_last_ones_come_first() -> None:
 
 def test_a_large_model_has_few_parts() -> None:
     shapes = [nn.Parameter(torch.empty(64, 1024)) for _ in range(300)]
-    assert len(parts.cut(shapes, [(65536 * n, 65536 * (n + 1)) for n in range(300)])) == 4
+    assert len(parts.cut(shapes, {n: (65536 * n, 65536 * (n + 1)) for n in range(300)})) == 4
 
 
 def test_parts_are_told_of_in_their_order() -> None:

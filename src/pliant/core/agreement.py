@@ -25,6 +25,9 @@ class Mismatch(msgspec.Struct, frozen=True):
     """The workers are not doing the same thing; the run cannot go on."""
 
     reason: str
+    """may have a place for the names of parameters: ``{parameters}``"""
+    parameters: tuple[int, ...] = ()
+    """by their numbers"""
 
 
 def digest(group: Group) -> int:
@@ -33,7 +36,7 @@ def digest(group: Group) -> int:
     limit = -1 if group.samples_limit is None else group.samples_limit
     counters = (group.era, group.round, group.phases, group.samples, cursor, limit, group.delay)
     measures = (group.rate.factor, group.scheduled, group.noise.variance, group.noise.signal)
-    return zlib.crc32(struct.pack("<qqqqqqqdddd", *counters, *measures) + bytes(group.standings))
+    return zlib.crc32(struct.pack("<qqqqqqqdddd", *counters, *measures) + bytes(group.standings) + group.trained)
 
 
 def compared(group: Group, tickets: Sequence[Ticket]) -> Mismatch | None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from pliant.core import agreement, drawing, drift, goodput, ledger, noise, overlap, pace, rates, standings
+from pliant.core import agreement, drawing, drift, goodput, ledger, noise, overlap, pace, rates, standings, trained
 from pliant.core.agreement import Mismatch
 from pliant.core.drift import Drift
 from pliant.core.group import Group, OpenPhase, Past
@@ -58,6 +58,10 @@ class Settled(msgspec.Struct, frozen=True):
     """a digest of the weights is to be taken, for a later ticket"""
     drift: Drift | None = None
     """whose weights differ from the others', as the tickets show"""
+    layout: bytes = b""
+    """the parameters whose gradients were summed"""
+    touched: bytes = b""
+    """those of them that every contribution was computed for: the update touches no other"""
 
 
 def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
@@ -67,6 +71,11 @@ def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
         return mismatch
     present = agreement.opening(tickets)
     first = tickets[present.index(True)]
+    if first.kind is Kind.TRAIN:
+        agreed = trained.opened(group, tickets)
+        if isinstance(agreed, Mismatch):
+            return agreed
+        group = agreed
     limit = first.length
     if first.kind is Kind.TRAIN and group.samples_limit is not None:
         limit = min(limit, max(0, group.samples_limit - group.samples))
@@ -101,6 +110,12 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
     if mismatch:
         return mismatch
     before, phase = group, group.phase
+    sets = trained.Decision(b"", b"")
+    if phase.kind is Kind.TRAIN:
+        decision = trained.decide(group, tickets)
+        if isinstance(decision, Mismatch):
+            return decision
+        group, sets = decision
     remaining, spans = ledger.settle(phase.ledger, [ticket.micro_batches for ticket in tickets])
     short = remaining.free == 0
     took_part = tuple([took or ticket.samples > 0 for took, ticket in zip(phase.took_part, tickets, strict=True)])
@@ -149,6 +164,8 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         measured=told,
         weighs=phase.kind is Kind.TRAIN and len(group.roster) > 1 and drift.is_due(group.round, group.policy.watched),
         drift=differs,
+        layout=sets.layout,
+        touched=sets.touched,
     )
     phase = replace(phase, seen=outcome.seen, resumed=False)
     if phase.kind is Kind.TRAIN and group.policy.delay == overlap.AUTO and len(group.roster) > 1:

@@ -303,6 +303,11 @@ class Eras:
             return None
         return lambda means: pursuing.note(exchange, means, present, factor, scheduled)
 
+    def lacks(self, parameters: Sequence[int]) -> None:
+        """The group has come to train parameters that this newcomer's optimizer does not have: ask for them again."""
+        if self._takeover is not None:
+            self._takeover.lose(parameters)
+
     def evaluated(self, exchange: int, result: float) -> None:
         """A top-level ``evaluate`` has ended: a schedule that is still to come may not know of it."""
         if self._takeover is not None:

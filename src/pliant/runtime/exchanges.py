@@ -66,6 +66,8 @@ class Exchanges:
     def open(self, call: Opening, flags: Flag) -> None:
         """Say which phase this worker enters; the others may open another one before."""
         training = self._member.training
+        training.trained.settle()
+        training.trained.check()
         opening = replace(
             self._member.ticket(call.kind, Flag.OPENING | flags),
             epoch=call.epoch,
@@ -84,13 +86,14 @@ class Exchanges:
         training.buffers.grow(bitmap >> len(training.parameters))
         group = rounds.opened(before, gathered)
         if isinstance(group, Mismatch):
-            raise Refused(group.reason)
+            raise self._refused(group)
         member.witness.opened(group, gathered)
         member.fresh = standings.fresh(member.fresh, before, group, gathered)
         if len(group.open) > len(before.open):
             member.work.enter_phase()
         member.group = group
         member.turned = group.exchange
+        self._adopt(before, gathered)
         plan = agreement.agreed_plan(group, gathered)
         if plan is not None:
             self._switch(plan)
@@ -107,7 +110,7 @@ class Exchanges:
         """All scripts have come to their end."""
         mismatch = agreement.compared(self._member.group, gathered)
         if mismatch:
-            raise Refused(mismatch.reason)
+            raise self._refused(mismatch)
         self._member.group = rounds.concluded(self._member.group)
 
     def _exchanged(self, ticket: Ticket, bitmap: int, sums: list[Tensor]) -> tuple[list[Ticket], int]:
@@ -115,6 +118,27 @@ class Exchanges:
         summation = self._channels.exchange(self._member.packed(ticket, bitmap), sums)
         self._lookout.wait(summation)
         return self._channels.gathered(summation)
+
+    def _refused(self, mismatch: Mismatch) -> Refused:
+        reason = mismatch.reason
+        if mismatch.parameters:
+            reason = reason.format(parameters=self._member.training.trained.named(mismatch.parameters))
+        return Refused(reason)
+
+    def _adopt(self, before: Group, tickets: list[Ticket]) -> None:
+        """The group has agreed to train other parameters; who merely goes along has not run the code that says so."""
+        member = self._member
+        agreed = member.group.trained
+        if agreed == before.trained or not tickets[before.roster.index(member.me)].flags & Flag.FOLLOWING:
+            return
+        lacking = member.training.adopt(agreed)
+        if lacking and member.eras is not None and member.follows:
+            member.eras.lacks(lacking)
+        elif lacking:
+            raise Drifted(
+                f"{member.me} has taken no part in the rounds in which {member.training.trained.named(lacking)} came "
+                "to be trained, and its optimizer lacks it: it starts again"
+            )
 
     def _switch(self, plan: tuple[int, int], *, closed: bool = False) -> None:
         # Only a coordinator plans an era.
@@ -132,13 +156,16 @@ class Exchanges:
         member, work, flight = self._member, self._member.work, self._member.work.flight
         assert flight is not None
         work.contribution.idle_s += self._lookout.wait(flight.summation)
+        if flight.announced:
+            self._handing.complete(flight)
+            work.contribution.idle_s += self._lookout.wait(flight.summation)
         work.sum_s = flight.summation.seconds
         start = self._clock()
         handed_in, bitmap = self._tickets_of(flight)
         before = member.group
         decision = rounds.settled(before, handed_in)
         if isinstance(decision, Mismatch):
-            raise Refused(decision.reason)
+            raise self._refused(decision)
         member.group, outcome = decision
         member.fresh = standings.fresh(member.fresh, before, member.group, handed_in)
         work.flight = None
@@ -153,6 +180,7 @@ class Exchanges:
             self._handing.hand_in_or_remember(following, returning=True)
         if trained:
             self._apply(before, outcome, flight, bitmap)
+            self._adopt(before, handed_in)
             self._answer_for(outcome)
         member.witness.settled(member.group, outcome, handed_in, self.applied_rate)
         self.last = outcome
@@ -220,7 +248,8 @@ class Exchanges:
         scheduled = (before.scheduled, member.group.scheduled)
         averaged = None
         if member.eras is not None:
-            averaged = member.eras.averaged(before.exchange + 1, bitmap, outcome.factor, scheduled)
+            touched = bitmap & int.from_bytes(outcome.touched, "little") if outcome.touched else bitmap
+            averaged = member.eras.averaged(before.exchange + 1, touched, outcome.factor, scheduled)
         self.last_trained = outcome
         self.applied_rate = training.rate * outcome.factor
         training.apply(outcome, flight.filled, bitmap, averaged, measures=outcome.measures)

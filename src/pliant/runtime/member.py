@@ -115,6 +115,7 @@ class Member:
             weights_round=training.weighed[0],
             weights=training.weighed[1],
             arithmetic=training.fingerprint.arithmetic,
+            trained=training.contributed,
         )
 
     def packed(self, ticket: Ticket, bitmap: int = 0) -> bytes:

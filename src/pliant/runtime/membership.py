@@ -46,6 +46,7 @@ from pliant.tensors import checkpoint, cuda, handoff, weights
 from pliant.tensors import group as groups
 from pliant.tensors import state as states
 from pliant.types import WorkerId
+from pliant.worker.trained_set import all_parameters
 
 _ALONE = "alone"
 """stands for the job of a script that runs without one"""
@@ -366,7 +367,7 @@ def taken_over(channel: Any, offer: Offer, look: Callable[[], None] = lambda: No
     if channel.members == 1:
         return
     watched = _Watched(channel, look)
-    states.broadcast_tensors(watched, [*offer.model.parameters(), *offer.model.buffers()])
+    states.broadcast_tensors(watched, [*all_parameters(offer.model, offer.optimizer), *offer.model.buffers()])
     outer = {name: value for name, value in offer.carried.items() if name != "state"}
     theirs = states.broadcast_state(watched, {"": stated(outer), "state": stated(offer.carried["state"])})
     if channel.place > 0:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from pliant.bitmaps import members as members_of
 from pliant.core import drift, rates, scaling
 from pliant.core.rounds import Settled
 from pliant.errors import UsageError
@@ -29,6 +30,7 @@ from pliant.tensors.fingerprint import Fingerprint
 from pliant.tensors.gradients import Buffer, Gradients
 from pliant.tensors.lookahead import LookAhead
 from pliant.worker.schedule_guard import ScheduleGuard
+from pliant.worker.trained_set import TrainedSet
 
 _STEP = (
     "optimizer.step() was called by the script: remove it from the loop; "
@@ -65,10 +67,13 @@ class Training:
         overlaps: bool = True,
     ) -> None:
         self.optimizer = optimizer
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self.gradients = Gradients(self.parameters, grouped=grouped, overlaps=overlaps)
+        self.trained = TrainedSet(model, optimizer)
+        self.parameters = self.trained.parameters
+        """all that can ever be trained: bitmaps count these"""
+        self.gradients = Gradients(self.parameters, grouped=grouped, overlaps=overlaps, members=self.trained.look())
+        self.gradients.optimized = self.trained.optimized
         self.buffers = Buffers(model)
-        self.lookahead = LookAhead(optimizer) if correction == "lookahead" and grouped else None
+        self.lookahead = LookAhead(optimizer, self.parameters) if correction == "lookahead" and grouped else None
         self.held: int | None = None
         """the bitmap of parameters this worker holds, while it takes the state over; None: all of them"""
         self.epochs_ended = 0
@@ -76,13 +81,11 @@ class Training:
         """the last round the norm of whose mean gradient was taken, and that norm, squared"""
         self.weighed = (0, 0)
         """the last round after which a digest of a part of the weights was taken, and that digest"""
-        trained = {id(p) for p in self.parameters}
-        merged = self.buffers.identities()
-        self._constants: list[Tensor] = [p for p in model.parameters() if id(p) not in trained]
+        self._had_gradients = self._missed_gradients = 0
         # What is merged is made anew in each round from everybody's, and what the optimizer keeps shows in the weights.
-        watched = [*self.parameters, *self._constants]
-        self.fingerprint = Fingerprint(watched, parts=drift.PARTS, reduces=clip_norm is not None)
-        self._constants += [b for b in model.buffers() if id(b) not in merged]
+        self.fingerprint = Fingerprint(self.parameters, parts=drift.PARTS, reduces=clip_norm is not None)
+        merged = self.buffers.identities()
+        self._constants: list[Tensor] = [b for b in model.buffers() if id(b) not in merged]
         self.reference = float(reference)
         self._clip_norm = clip_norm
         self._moments = moments
@@ -106,8 +109,8 @@ class Training:
         """Give the optimizer back to the script: plain weights, no hook, no views."""
         self.back()
         self._hook.remove()
-        for p in self.parameters:
-            p.grad = None
+        for index in self.trained.optimized:
+            self.parameters[index].grad = None
 
     @property
     def bits(self) -> int:
@@ -133,13 +136,44 @@ class Training:
 
         ``ready`` is told of each part of the gradients that is complete.
         """
+        now = self.look()
         self.gradients.check()
         self.schedule_guard.check()
+        self.gradients.admit(now)
         share = weight / self.reference
         scaled = loss if share == 1.0 else loss * share
         with self.gradients.watched(ready) if ready is not None else nullcontext():
             (self._scaler.scale(scaled) if self._scaler else scaled).backward()
         self.gradients.accumulated()
+
+    # -- which parameters are trained
+
+    def look(self) -> bytes:
+        """The set of parameters that the script trains now (``core.trained``)."""
+        now = self.trained.look()
+        if len(self.gradients.optimized) != len(self.trained.optimized):
+            self.gradients.optimized = self.trained.optimized
+        return now
+
+    @property
+    def contributed(self) -> bytes:
+        """The set of parameters that the contribution in progress is for."""
+        return self.gradients.trained or self.look()
+
+    def adopt(self, agreed: bytes) -> list[int]:
+        """Train what the others have agreed on; the parameters that this optimizer lacks for it."""
+        lacking = self.trained.adopt(agreed) if agreed else []
+        self.look()
+        return lacking
+
+    def check_parameters(self, present: int) -> None:
+        """A contribution has gradients for ``present``; raise where the model was taken apart."""
+        self._had_gradients |= present
+        missing = self._had_gradients & ~present & ~self._missed_gradients
+        if missing:
+            # Once for each: a branch of the model may go unused now and then.
+            self._missed_gradients |= missing
+            self.trained.check()
 
     def unscale(self) -> float | None:
         """Take the loss scale out of the contribution; the squared norm of what is left, None where unknown."""
@@ -149,7 +183,7 @@ class Training:
             return filling.squared_norm()
         if self._scaler is None:
             return None
-        own = [p.grad for p in self.parameters if p.grad is not None]
+        own = self._own_gradients()
         torch._foreach_mul_(own, 1.0 / self.scale)
         return sum(float(norm) ** 2 for norm in torch._foreach_norm(own))
 
@@ -165,11 +199,12 @@ class Training:
             return
         filling = self.gradients.filling
         assert filling is not None
+        members = members_of(filling.members)
         if weight <= 0 or squared_norm is None:
-            self.lookahead.park(None, present, 0.0)
+            self.lookahead.park(None, present, 0.0, members)
             return
         mean = self.reference / weight
-        self.lookahead.park(filling.views, present, mean * self._clipped(math.sqrt(squared_norm) * mean))
+        self.lookahead.park(filling.views, present, mean * self._clipped(math.sqrt(squared_norm) * mean), members)
 
     def look_ahead(self, factor: float) -> None:
         """Move to where the update in flight will probably lead, if that has not been done."""
@@ -209,7 +244,9 @@ class Training:
         them; ``measures``: their norm is taken.
         """
         kept = False
+        self.trained.settle()
         if outcome.applied:
+            present = self._without_untouched(outcome.touched, summed, present)
             square = self._average(summed, self.reference / outcome.weight, measures=measures)
             if square is not None and measures:
                 self.measured = outcome.round, square
@@ -225,6 +262,21 @@ class Training:
             self.gradients.take_back(summed)
         self.follow_scale(applied=outcome.applied)
 
+    def _without_untouched(self, touched: bytes, summed: Buffer | None, present: int) -> int:
+        """Which gradients the update uses: none of parameters that some contribution was not computed for."""
+        if not touched:
+            return present
+        present &= (1 << len(self.parameters)) - 1
+        used = present & int.from_bytes(touched, "little")
+        if used != present:
+            unused = [index for index in range(len(self.parameters)) if (present ^ used) >> index & 1]
+            if summed is not None:
+                summed.leave_out(unused)
+            else:
+                for index in unused:
+                    self.parameters[index].grad = None
+        return used
+
     def weigh(self, number: int, turn: int | None) -> None:
         """Take the digest of a part of the weights after round ``number``; ``turn`` None: of all of them.
 
@@ -236,7 +288,7 @@ class Training:
     # -- taking the state over
 
     def constants(self) -> list[Tensor]:
-        """Frozen parameters, and buffers that are never merged."""
+        """Buffers that are never merged."""
         return self._constants
 
     def scheduled(self) -> list[dict[str, Any]]:
@@ -289,13 +341,18 @@ class Training:
                 square = summed.squared_norm() * mean * mean
             summed.scale(mean * (1.0 if square is None else self._clipped(math.sqrt(square))))
             return square
-        own = [p.grad for p in self.parameters if p.grad is not None]
+        own = self._own_gradients()
         if self._clip_norm is not None:
             square = sum(float(norm) ** 2 for norm in torch._foreach_norm(own)) * mean * mean
         scale = mean * (1.0 if square is None else self._clipped(math.sqrt(square)))
         if scale != 1.0 and own:
             torch._foreach_mul_(own, scale)
         return square
+
+    def _own_gradients(self) -> list[Tensor]:
+        """Without a group: what the optimizer will see."""
+        gradients = (self.parameters[index].grad for index in self.trained.optimized)
+        return [gradient for gradient in gradients if gradient is not None]
 
     def _hyper(self, factor: float) -> list[dict[str, Any]]:
         """What each parameter group is updated with: the schedule's rate times ``factor``; moments as the rule says."""

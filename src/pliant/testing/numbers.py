@@ -103,6 +103,7 @@ class VirtualBuffer:
         self.flats = self.parts = [Flat([0] * size) for size in PARTS]
         self.views = [_View(flat, index) for flat in self.flats for index in range(len(flat.values))]
         self.present = 0
+        self.members = b"\x07"
 
     def squared_norm(self) -> float:
         """Some number that depends on all of it: who sums something else is noticed."""
@@ -132,6 +133,8 @@ class VirtualGradients:
         self.parts = len(PARTS)
         self.orderly = True
         self.late = False
+        self.trained: bytes | None = None
+        self.optimized = range(PARAMETERS)
         self._spare: VirtualBuffer | None = None
         self._filling: VirtualBuffer | None = VirtualBuffer()
 
@@ -141,6 +144,9 @@ class VirtualGradients:
 
     def check(self) -> None:
         """Nobody else touches them."""
+
+    def lay_out(self, members: bytes) -> None:
+        """All parameters, always."""
 
     def present(self) -> int:
         assert self._filling is not None
@@ -283,7 +289,7 @@ class VirtualLookAhead:
         self.due = False
         self.away = False
 
-    def park(self, gradients: Any, present: int, scale: float) -> None:
+    def park(self, gradients: Any, present: int, scale: float, members: Any = None) -> None:
         self.due = True
 
     def go(self, hyper: Any) -> None:
@@ -319,6 +325,34 @@ class VirtualFingerprint:
     def of(self, turn: int | None) -> int:
         read = self._parameters if turn is None else [self._parameters[turn % self.parts]]
         return zlib.crc32(b" ".join(b"%d" % p.value for p in read))
+
+
+class VirtualTrainedSet:
+    """``worker.trained_set.TrainedSet`` of a script that trains everything."""
+
+    def __init__(self, optimizer: VirtualOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def look(self) -> bytes:
+        return b"\x07"
+
+    def settle(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        group = self._optimizer.param_groups[0]
+        return {"lr": group["lr"], "momentum": group["momentum"]}
+
+    def take_over(self, state: Mapping[str, Any], *, later: bool) -> None:
+        self._optimizer.param_groups[0].update(state)
+
+    def adopt(self, agreed: bytes) -> list[int]:
+        return []
+
+    @property
+    def optimized(self) -> range:
+        return range(PARAMETERS)
 
 
 class VirtualOptimizer:
@@ -371,6 +405,8 @@ class VirtualTraining(Training):
         self.parameters = [Number((start + index) % PRIME) for index in range(PARAMETERS)]  # type: ignore[assignment]
         numbers: Any = self.parameters
         self.optimizer: Any = VirtualOptimizer(numbers, 0.125)
+        self.trained: Any = VirtualTrainedSet(self.optimizer)
+        self._had_gradients = self._missed_gradients = 0
         self.gradients: Any = VirtualGradients(numbers)
         self.buffers: Any = VirtualBuffers(buffers)
         self.lookahead: Any = VirtualLookAhead(numbers)

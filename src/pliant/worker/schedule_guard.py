@@ -32,7 +32,7 @@ class ScheduleGuard:
 
     def __init__(self, scheduler: Any | None, optimizer: Optimizer) -> None:
         self._scheduler, self._optimizer = scheduler, optimizer
-        self._left: Any = None
+        self._left: list[Any] | None = None
         """where it was left; None: not known, so that anything is right (at the start, and after a takeover)"""
         self._added: list[float] = []
         """by Pliant since then"""
@@ -46,7 +46,8 @@ class ScheduleGuard:
         if self._left is not None and self._added:
             expected = [a + b for a, b in zip(self._left, self._added, strict=True)]
         self._left, self._added = now, []
-        if now != expected:
+        # A parameter group that was added since brings its own rate.
+        if now[: len(expected)] != expected:
             raise UsageError(_UNKNOWN if self._scheduler is None else _STEPPED)
 
     def own(self, step: Callable[[], None]) -> None:
@@ -60,7 +61,7 @@ class ScheduleGuard:
         """The state of scheduler and optimizer was taken over from another worker, or from a checkpoint."""
         self._left, self._added = None, []
 
-    def _now(self) -> Any:
+    def _now(self) -> list[Any] | None:
         if self._scheduler is not None:
             return _counts(self._scheduler)
         # torch's schedulers mark the optimizer that they are made for.
