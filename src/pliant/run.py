@@ -73,7 +73,7 @@ def join(
                   once per epoch; AdaScale: by what they were worth); ReduceLROnPlateau follows the result of every
                   ``evaluate`` outside of a loop over batches. Do not step it yourself
     clip_norm     bound on the norm of the group's gradient
-    scaler        a ``torch.amp.GradScaler`` for float16
+    scaler        a ``torch.amp.GradScaler`` for float16: ``backward`` and ``step`` make all of its calls
     state         objects with ``state_dict``, or plain values: equal on all workers from the start. ``run.state`` is
                   this very dict
     order         (epoch, n) -> indices, in place of the seed's permutation
@@ -100,11 +100,14 @@ def join(
             checkpoint=checkpoint,
         )
         settings.check_scheduler(scheduler, optimizer)
+        settings.check_scaler(scaler)
         settings.check_state(state)
     except UsageError as error:
         membership.turned_away(error)
         raise
 
+    if scaler is not None and not scaler.is_enabled():
+        scaler = None
     trainings: list[Training] = []
 
     def prepared(grouped: bool) -> Training:
@@ -130,7 +133,7 @@ def join(
         model=model,
         optimizer=optimizer,
         policy=resolved.policy,
-        agreed=resolved.agreed(),
+        agreed={**resolved.agreed(), **({} if scaler is None else {"scaler": "GradScaler"})},
         carried={
             "optimizer": optimizer,
             "scheduler": scheduler,
@@ -534,6 +537,7 @@ class Run:
 
     def _fail(self, error: BaseException) -> None:
         """The script ends by an exception. One that is in a sample would end one worker after the other."""
+        self._worker.training.explain(error)
         self._end()
         met, reason = self._bad
         self._membership.fail(error, reason if met is not None and met in _causes(error) else None)
