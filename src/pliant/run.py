@@ -35,6 +35,7 @@ from pliant.tensors import weights
 from pliant.tensors.randomness import MICRO_BATCH, seed_everything, stream
 from pliant.types import WorkerId
 from pliant.worker import measures, outputs, predictions
+from pliant.worker.other_optimizers import OtherOptimizers, check_not_joined
 
 _LOADER_OPTIONS = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "timeout", "worker_init_fn")
 
@@ -77,15 +78,16 @@ def join(
     state         objects with ``state_dict``, or plain values: equal on all workers from the start. ``run.state`` is
                   this very dict
     order         (epoch, n) -> indices, in place of the seed's permutation
-    checkpoint    where checkpoints go: a directory that all workers see, or any address of fsspec (``s3://…``). A run
-                  goes on from the last one: alone by itself, in a job when all workers were lost at once, or with
-                  ``pliant run --resume``
+    checkpoint    where checkpoints go: a directory that all workers see under the same name, or any address of fsspec
+                  (``s3://…``). A run goes on from the last one: alone by itself, in a job when all workers were lost at
+                  once, or with ``pliant run --resume``
     checkpoint_every   seconds between two of them; the last three are kept
     dead_after    seconds without a sign of life after which a worker counts as lost
     enroll        how this worker finds its group; ``pliant.testing`` brings its own
     """
     try:
         settings.check_model(model, optimizer)
+        settings.check_checkpoint(checkpoint, checkpoint_every)
         resolved = settings.resolved(
             optimizer,
             batch=batch,
@@ -96,20 +98,23 @@ def join(
             schedule_by=schedule_by,
             seed=seed,
             dead_after=dead_after,
+            checkpoint=checkpoint,
         )
-        settings.check_scheduler(scheduler)
+        settings.check_scheduler(scheduler, optimizer)
         settings.check_scaler(scaler)
         settings.check_state(state)
-        settings.check_checkpoint(checkpoint, checkpoint_every)
     except UsageError as error:
         membership.turned_away(error)
         raise
 
     if scaler is not None and not scaler.is_enabled():
         scaler = None
+    trainings: list[Training] = []
 
     def prepared(grouped: bool) -> Training:
-        return Training(
+        # In a job a second join is refused before, whatever optimizer it brings.
+        check_not_joined(optimizer)
+        training = Training(
             model,
             optimizer,
             reference=resolved.policy.batch,
@@ -122,6 +127,8 @@ def join(
             moments=resolved.policy.rule.moments,
             overlaps=resolved.policy.delay != 0,
         )
+        trainings.append(training)
+        return training
 
     offer = Offer(
         model=model,
@@ -135,10 +142,18 @@ def join(
             "state": {} if state is None else state,
         },
         prepared=prepared,
-        checkpoint=None if checkpoint is None else str(checkpoint),
+        checkpoint=resolved.checkpoint,
         checkpoint_every_s=float(checkpoint_every),
     )
-    return Run(model, enroll(offer), resolved, order=order)
+    try:
+        place = enroll(offer)
+    except BaseException:
+        # The optimizer is the script's own again, for another try.
+        for training in trainings:
+            training.close()
+        raise
+    others = OtherOptimizers(model, optimizer, place.carried["state"], stepping=lambda: place.worker.training.stepping)
+    return Run(model, place, resolved, order=order, others=others)
 
 
 class Run:
@@ -151,6 +166,7 @@ class Run:
         resolved: settings.Settings,
         *,
         order: data.Order | None,
+        others: OtherOptimizers,
     ) -> None:
         self.state: dict[str, Any] = place.carried["state"]
         """the user's own values and objects, equal on all workers at the start"""
@@ -159,6 +175,7 @@ class Run:
         self._worker = place.worker
         self._settings = resolved
         self._order = order
+        self._others = others
         self._epoch = 0
         # Samples before the last loop over batches of this epoch, and what that loop goes over.
         self._before, self._length = 0, 1
@@ -173,6 +190,8 @@ class Run:
         self._ended: Past | None = None
         """how the last ``batches`` or ``evaluate`` ended"""
         self._left: int | None = None
+        self._bad: tuple[BaseException | None, str | None] = (None, None)
+        """the exception of the last sample that could not be read, and what to end the whole run with"""
         self._trouble: PliantError | None = None
         self._closed = False
         atexit.register(self._at_exit)
@@ -284,14 +303,24 @@ class Run:
 
         ``loader`` goes to torch's DataLoader: num_workers, pin_memory, persistent_workers, prefetch_factor, …
         """
+        self._check_no_loop()
+        return self._micro_batches(Kind.TRAIN, dataset, size, collate_fn, loader)
+
+    def _check_no_loop(self) -> None:
+        """Refuse a second loop beside one that is open."""
         self._check_open()
         if self._worker.inside is not None:
-            raise UsageError("batches was called while another loop over batches is open: finish or break it first")
-        return self._micro_batches(Kind.TRAIN, dataset, size, collate_fn, loader)
+            raise UsageError(
+                "batches was called while another loop over batches is open: finish or break it first; "
+                "two datasets side by side (zip) are one dataset of pairs"
+            )
 
     def _micro_batches(
         self, kind: Kind, dataset: Any, size: int, collate_fn: Callable[[list[Any]], Any] | None, loader: dict[str, Any]
     ) -> Iterator[Any]:
+        if kind is Kind.TRAIN:
+            # It was so when the loop was made; since then another one may have begun.
+            self._check_no_loop()
         length = data.checked(dataset, size)
         epoch, seed = self._epoch, self._settings.seed
         order = self._order if kind is Kind.TRAIN else _as_it_is
@@ -318,6 +347,8 @@ class Run:
                 collated = reading.fetch(micro_batch)
                 seed_everything(stream(seed, epoch, micro_batch[0][0], MICRO_BATCH))
                 self._drawn, self._computed = samples_of(micro_batch), False
+                if kind is Kind.TRAIN:
+                    self._others.enter_micro_batch()
                 yield collated
             self._ended = self._worker.left()
         except GeneratorExit:
@@ -328,9 +359,23 @@ class Run:
             raise
         except PliantError as error:
             raise error.with_traceback(without_own_frames(error.__traceback__)) from None
+        except Exception as error:
+            if reading.bad is not None and reading.bad.error is error:
+                self._met(reading.bad, epoch, phase)
+            raise
         finally:
             self._drawn = 0
+            if kind is Kind.TRAIN:
+                self._others.leave_loop()
             reading.close()
+
+    def _met(self, bad: data.BadSample, epoch: int, phase: int) -> None:
+        """A sample cannot be read. A script that passes over that leaves its loop, with everybody else."""
+        where = bad.where(epoch)
+        bad.error.add_note(f"pliant: {self.worker} was reading {where}")
+        self._bad = bad.error, f"{self.worker} could not read {where}: {bad.summary}" if bad.everywhere else None
+        self._worker.training.back()
+        self._left = phase
 
     def _loader(self, dataset: Any, collate_fn: Any, options: dict[str, Any]) -> data.Loader:
         unknown = sorted(set(options) - set(_LOADER_OPTIONS))
@@ -518,9 +563,14 @@ class Run:
         """Leave the run in good order, together with all others; the end of the ``with`` block does it."""
         if not self._closed:
             self._check_open()
-            self._closed = True
-            atexit.unregister(self._at_exit)
+            self._end()
             self._membership.finish()
+
+    def _end(self) -> None:
+        """The run is over for this script."""
+        self._closed = True
+        self._others.close()
+        atexit.unregister(self._at_exit)
 
     def __enter__(self) -> Run:
         return self
@@ -529,18 +579,39 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            with self._membership.guarded():
-                self.close()
+            try:
+                with self._membership.guarded():
+                    self.close()
+            finally:
+                self._others.close()
         elif not self._closed:
-            self._closed = True
-            self._worker.training.explain(error)
-            atexit.unregister(self._at_exit)
-            self._membership.fail(error)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """The script ends by an exception. One that is in a sample would end one worker after the other."""
+        self._worker.training.explain(error)
+        self._end()
+        met, reason = self._bad
+        self._membership.fail(error, reason if met is not None and met in _causes(error) else None)
 
     def _at_exit(self) -> None:
         """A script without a ``with`` block has ended."""
-        if not self._closed and getattr(sys, "last_value", None) is None:
+        error: BaseException | None = getattr(sys, "last_value", None)
+        if self._closed:
+            return
+        if error is None:
             self.close()
+        elif self._bad[0] in _causes(error):
+            self._fail(error)
+
+
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """An exception, and those that led to it."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
 
 
 def _left_by_break(frame: FrameType) -> bool:

@@ -414,6 +414,7 @@ def install_meta(training: Training, carried: Mapping[str, Any], meta: Mapping[s
         if carried.get(name) is not None:
             carried[name].load_state_dict(value)
     training.trained.take_over(meta["trained"], later=True)
+    training.schedule_guard.forget()
     for index in meta["buffers"]:
         training.buffers.grow(1 << index)
     training.buffers.adopt(meta["buffers"], merged=merged)

@@ -29,6 +29,7 @@ from pliant.tensors.fingerprint import Fingerprint
 from pliant.tensors.gradients import Buffer, Gradients
 from pliant.tensors.lookahead import LookAhead
 from pliant.worker.loss_scale import LossScale
+from pliant.worker.schedule_guard import ScheduleGuard
 from pliant.worker.trained_set import TrainedSet
 
 _STEP = (
@@ -89,6 +90,7 @@ class Training:
         self._clip_norm = clip_norm
         self._moments = moments
         self._scheduler, self._schedule_by = scheduler, schedule_by
+        self.schedule_guard = ScheduleGuard(scheduler, optimizer)
         self.loss_scale = LossScale(scaler, optimizer) if scaler is not None and scaler.is_enabled() else None
         self._stepping = False
         self._hook = optimizer.register_step_pre_hook(self._own_step_only)
@@ -96,6 +98,11 @@ class Training:
     def _own_step_only(self, *_: Any) -> None:
         if not self._stepping:
             raise UsageError(_STEP)
+
+    @property
+    def stepping(self) -> bool:
+        """Whether an update is being made."""
+        return self._stepping
 
     def close(self) -> None:
         """Give the optimizer back to the script: plain weights, no hook, no views."""
@@ -130,6 +137,7 @@ class Training:
         """
         now = self.look()
         self.check()
+        self.schedule_guard.check()
         if self.loss_scale is not None:
             self.loss_scale.refuse_scaled(loss)
         self.gradients.admit(now)
@@ -281,8 +289,11 @@ class Training:
                     self.parameters[index].grad = None
         return used
 
-    def weigh(self, number: int, turn: int) -> None:
-        """Take the digest of a part of the weights after round ``number``. The model holds the plain weights."""
+    def weigh(self, number: int, turn: int | None) -> None:
+        """Take the digest of a part of the weights after round ``number``; ``turn`` None: of all of them.
+
+        The model holds the plain weights.
+        """
         if self.held is None:
             self.weighed = number, self.fingerprint.of(turn)
 
@@ -392,9 +403,10 @@ class Training:
 
     def evaluated(self, result: float) -> None:
         """A top-level ``evaluate`` is over; a schedule that follows results is stepped with it."""
-        if isinstance(self._scheduler, ReduceLROnPlateau):
+        scheduler = self._scheduler
+        if isinstance(scheduler, ReduceLROnPlateau):
             self.trained.settle()
-            self._scheduler.step(result)
+            self.schedule_guard.own(lambda: scheduler.step(result))
 
     def end_epoch(self, epoch: int) -> None:
         """Epoch ``epoch`` is over; a newcomer's past epochs were counted by the others."""
@@ -411,7 +423,7 @@ class Training:
         with warnings.catch_warnings():
             # A round the group skips advances the schedule without an optimizer step: intended here.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            self._scheduler.step()
+            self.schedule_guard.own(self._scheduler.step)
 
     @contextmanager
     def plain(self) -> Iterator[None]:

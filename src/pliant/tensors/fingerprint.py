@@ -9,6 +9,7 @@ Source    ours; docs/design/0013-drift.md.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Sequence
 
@@ -39,11 +40,12 @@ class Fingerprint:
         """a checksum of what this worker computes with"""
 
     @torch.no_grad()
-    def of(self, turn: int) -> int:
-        """The digest of one part, as the tensors are now; the parts follow each other with every turn."""
+    def of(self, turn: int | None) -> int:
+        """The digest of one part, as the tensors are now; the parts follow each other with every turn; None: of all."""
         digest = 0
         away: list[Tensor] = []
-        for piece in self._pieces[turn % self.parts]:
+        parts = self._pieces if turn is None else [self._pieces[turn % self.parts]]
+        for piece in itertools.chain.from_iterable(parts):
             numbers = piece.numbers()
             if not isinstance(numbers, Tensor):
                 digest = zlib.crc32(numbers, digest)
