@@ -18,14 +18,15 @@ ALLOWED = {
     "errors": set[str](),
     "proof": set[str](),
     **dict.fromkeys(SIBLINGS, BOTTOM),
-    "runtime": BOTTOM | SIBLINGS,
-    **dict.fromkeys(USER_SIDE, BOTTOM | SIBLINGS | USER_SIDE | {"runtime"}),
+    # A worker's parts; ``runtime`` holds most of them still.
+    **dict.fromkeys(("runtime", "worker"), BOTTOM | SIBLINGS | {"runtime", "worker"}),
+    **dict.fromkeys(USER_SIDE, BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker"}),
     # The package itself hands out the user side's names: in a worker at once, else on first use.
-    "pliant": BOTTOM | USER_SIDE | {"runtime"},
-    "launch": BOTTOM | SIBLINGS | USER_SIDE | {"runtime"},
+    "pliant": BOTTOM | USER_SIDE | {"runtime", "worker"},
+    "launch": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker"},
     # The command starts runs; the demo's scripts are users and import the package.
-    "ui": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "launch", "pliant"},
-    "testing": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "launch", "ui", "pliant"},
+    "ui": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker", "launch", "pliant"},
+    "testing": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker", "launch", "ui", "pliant"},
 }
 """layer → the layers it may import, besides itself"""
 

@@ -137,10 +137,12 @@ class Ticket(msgspec.Struct, frozen=True):
     """that digest"""
     arithmetic: int = 0
     """what it computes with, as a checksum: only workers with the same one must have the same bits"""
+    clip_norm: float = -1.0
+    """the bound on the gradient's norm that the script has set; 0: none is wanted; -1: it has set nothing"""
     point: Point = NOWHERE
 
 
-_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqdqQQqqqB")
+_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqdqQQdqqqB")
 
 
 def packed_size(bits: int) -> int:
@@ -181,6 +183,7 @@ def pack(ticket: Ticket, bitmap: int, bits: int) -> bytes:
         ticket.weights_round,
         ticket.weights,
         ticket.arithmetic,
+        ticket.clip_norm,
         *ticket.point.packed,
     )
     return head + bitmap.to_bytes((bits + 7) // 8, "little")

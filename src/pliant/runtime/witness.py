@@ -203,6 +203,7 @@ class Reporter:
                     noise_scale=_noise_scale(group) if outcome.measured else None,
                     scheduled_total=group.scheduled if group.scheduled != group.samples else None,
                     drift=_drift(outcome),
+                    clip_norm=outcome.clip_norm,
                 )
             )
         if outcome.ended:
@@ -232,6 +233,7 @@ def _policy(group: Group, settings: dict[str, str], parameters: str) -> journal.
         trial=policy.trial,
         settings=settings,
         parameters=parameters,
+        updates_limit=group.updates_limit,
     )
 
 

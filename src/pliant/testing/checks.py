@@ -55,6 +55,8 @@ class Checker:
         """that the journal names"""
         self.tainted = False
         """a worker whose weights had been changed may have been believed: they are not those of the journal"""
+        self._updates: dict[int, tuple[str, object]] = {}
+        """by round: who followed its update first, and with which weights and buffers"""
         self._flipped: set[str] = set()
         """whose weights were changed"""
         self._changed: set[str] = set()
@@ -185,6 +187,13 @@ class Checker:
             # Who leaves has no say in whose weights are right, and is not healed.
             return
         self._ends.append((name, training.plain_values(), dict(state), group))
+
+    def updated(self, name: str, training: VirtualTraining, number: int) -> None:
+        """A script follows the update of round ``number``: it has the weights and buffers of all others there."""
+        shown = (training.plain_values(), training.buffers.held_values())
+        first, there = self._updates.setdefault(number, (name, shown))
+        if shown != there and not self._flipped and not self.tainted:
+            raise Violation(f"after round {number} {name} has {shown}, but {first} had {there}")
 
     def unheard(self, name: str) -> None:
         """Nobody will know of that end: the script does not go on."""

@@ -82,6 +82,12 @@ def drawn(name: str, seed: int) -> Scene:
         stream_s=chance.choice((0.005, 0.05)),
         stream_breaks=0.2 if name == "handoffs" else 0.0,
     )
+    # Drawn apart, too.
+    following = random.Random(f"{name}/{seed}/updates")
+    if following.random() < 0.5:
+        steps = following.choice((None, None, None, following.randrange(2, 12)))
+        evaluates = following.choice((0, 1, 2, 3))
+        scene = replace(scene, follows_updates=True, evaluates=evaluates, steps=steps)
     if name in ("drift", "drifting"):
         # Long enough for a difference to be seen, and for a second one.
         watched = chance.choice((1, 1, 2))
