@@ -91,8 +91,9 @@ def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
         exchange=group.exchange + 1,
         phases=phase.number,
         open=(*group.open, phase),
-        # Who leaves says so again in the first round: the journal of an opening does not tell.
-        standings=standings.ready(group, tickets),
+        # Who leaves says so again in the first round: the journal of an opening does not tell. And who holds the state
+        # only now is not in the loop whose end this call is made at: it begins with the next one.
+        standings=group.standings if phase.inner else standings.ready(group, tickets),
     )
     if limit == 0:
         return _closed(group, phase, None)

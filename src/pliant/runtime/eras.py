@@ -119,6 +119,8 @@ class Eras:
         self._asked_state: int | None = None
         self._own_is_newest = False
         """it was the last one to compute: of the user's state it has the newest, whatever else it takes over"""
+        self.lost_users_state = False
+        """the user's state was on its way here, and has gone with the last worker that had it"""
         self._left: tuple[str, Any] | None = None
         """the last call that a newcomer came to the end of, and the user's state at that end"""
         self._kept: dict[int, Any] = {}
@@ -287,6 +289,7 @@ class Eras:
         following = group.standings[group.roster.index(self.place.me)] is Standing.FOLLOWING
         if not following and (not donors or knows_best):
             # Only the user's own state is missing, and nobody has a newer one.
+            self.lost_users_state = self.lost_users_state or self.lacks_users_state
             self._drop_takeover()
         else:
             self._asked_state = None

@@ -163,7 +163,8 @@ class Exchanges:
         member.witness.settled(member.group, outcome, handed_in, self.applied_rate)
         self.last = outcome
         due = followed and self._is_followed_here(before, outcome)
-        if trained and not in_body and (outcome.seen or (followed and not due)):
+        behind = trained and not in_body and (outcome.seen or (followed and not due))
+        if behind and not due:
             self._fall_behind(before)
         if outcome.ended:
             self._end_phase(outcome, handed_in, merged=merged)
@@ -173,7 +174,7 @@ class Exchanges:
         if followed and not outcome.ended:
             member.undrained = self._is_undrained(merged)
         if due:
-            self._hooks.note(outcome, rates)
+            self._hooks.note(outcome, rates, lambda: self._fall_behind(before) if behind else None)
         # Who has taken part in the exchange after this one already sees first what that is.
         waits = flight.closed and outcome.plan is None and self._lookout.broken is None
         if (followed and not waits and self._follow_update()) or (outcome.plan is not None and not followed):

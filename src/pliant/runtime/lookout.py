@@ -42,7 +42,7 @@ class Lookout:
         self.broken: EraBroken | None = None
         """found while a round was being settled: this worker stops as soon as that is done"""
         self.in_hook = False
-        """the script is doing what it does with an update: its state is neither that before nor that after"""
+        """the script does something with an update now, or is about to: its state is neither that before nor after"""
         self.swapped: Callable[[], bool] | None = None
         """in there: whether the model holds other weights for a while"""
         self.follows_updates = False
@@ -79,7 +79,8 @@ class Lookout:
             else:
                 swapped = self.swapped is not None and self.swapped()
                 eras.serve(member.training, member.group, self._checkpoints.users_state, swapped=swapped)
-        self._checkpoints.save()
+        if not self.in_hook:
+            self._checkpoints.save()
 
     def _somebody_lacks_state(self) -> bool:
         """Whether a member that computes, or will, may ask for the user's state when this worker is one further."""

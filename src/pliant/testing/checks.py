@@ -55,6 +55,8 @@ class Checker:
         """that the journal names"""
         self.tainted = False
         """a worker whose weights had been changed may have been believed: they are not those of the journal"""
+        self.state_lost = False
+        """the user's state has gone with the last worker that had it"""
         self._updates: dict[int, tuple[str, object]] = {}
         """by round: who followed its update first, and with which weights and buffers"""
         self._flipped: set[str] = set()

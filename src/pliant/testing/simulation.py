@@ -474,9 +474,12 @@ class Script:
         """``on_update``: the user's state counts updates, wherever it comes from."""
         self.process.world.note("updated", self.name, update.round, update.updates)
         self.state["updates"] += 1
-        if self.state["updates"] != update.updates:
+        checker = self.simulation.checker
+        # Who never had the user's state may be the last one.
+        checker.state_lost = checker.state_lost or self.eras.lost_users_state
+        if self.state["updates"] != update.updates and not checker.state_lost:
             raise Violation(f"{self.name} counts {self.state['updates']} updates after update {update.updates}")
-        self.simulation.checker.updated(self.name, self.training, update.round)
+        checker.updated(self.name, self.training, update.round)
         every = self.scene.evaluates
         if every and update.updates % every == 0:
             self._evaluate(self.epoch)

@@ -139,6 +139,7 @@ class Hooks(Registered):
         self._pending: Update | None = None
         self._exchange = 0
         """that of its round"""
+        self._then: Callable[[], None] = lambda: None
         self._writes = True
         """a function may write to the weights (and put them back): they are compared"""
 
@@ -148,11 +149,16 @@ class Hooks(Registered):
 
     # -- updates
 
-    def note(self, outcome: Settled, rates: tuple[float, ...]) -> None:
-        """An update was applied here: its functions are due."""
-        training = self._member.training
-        self._exchange = self._member.group.exchange
-        self._pending = told(outcome, self._member.group, training.grad_norm, rates)
+    def note(self, outcome: Settled, rates: tuple[float, ...], then: Callable[[], None]) -> None:
+        """An update was applied here: its functions are due, and ``then`` what comes after them."""
+        member = self._member
+        self._exchange = member.group.exchange
+        self._pending = told(outcome, member.group, member.training.grad_norm, rates)
+        self._then = then
+        self._lookout.in_hook = True
+        self._checkpoints.install_users_state()
+        if member.eras is not None and member.fresh and member.eras.holds_all:
+            member.eras.keep_before_hooks(self._exchange)
 
     @property
     def due(self) -> bool:
@@ -161,20 +167,22 @@ class Hooks(Registered):
 
     def call(self, *, gone_on: bool = False) -> None:
         """Call what is due. ``gone_on``: the others have done so, and none of them has opened an ``evaluate``."""
-        update, self._pending = self._pending, None
-        member = self._member
-        if update is None or member.follows:
+        update, member = self._pending, self._member
+        if update is None:
             return
-        self._checkpoints.install_users_state()
-        if member.eras is not None:
-            if member.fresh and member.eras.holds_all:
-                member.eras.keep_before_hooks(self._exchange)
+        if not member.follows:
+            # Where the era ends meanwhile it is still due, in the next one.
             self._take_users_state()
+        self._pending = None
+        if member.follows:
+            self._lookout.in_hook = False
+            return
         if update.ends_epoch:
             member.script.ended_in_body()
         self.gone_on = gone_on
         with self._running("on_update"):
             self._tell(update)
+        self._then()
 
     def _tell(self, update: Update) -> None:
         training = self._member.training
@@ -196,8 +204,7 @@ class Hooks(Registered):
     def _take_users_state(self) -> None:
         """A newcomer's first: the user's state as the others had it when they called theirs."""
         eras = self._member.eras
-        assert eras is not None
-        if eras.lacks_users_state:
+        if eras is not None and eras.lacks_users_state:
             exchange, member = self._exchange, self._member
             self._lookout.wait_at_rest(lambda: eras.state_before_hooks_arrived(member.group, exchange))
 
