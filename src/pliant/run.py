@@ -530,13 +530,22 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
+        own = None
+        if error is None and not self._closed:
+            self._catch_up()
+            # Of the script itself, in a function that was called when its loop was left.
+            own = self._trouble if not isinstance(self._trouble, PliantError) else None
+        if error is None and own is None:
             with self._membership.guarded():
                 self.close()
         elif not self._closed:
             self._closed = True
             atexit.unregister(self._at_exit)
-            self._membership.fail(error)
+            failure = error or own
+            assert failure is not None
+            self._membership.fail(failure)
+        if own is not None:
+            raise own
 
     def _at_exit(self) -> None:
         """A script without a ``with`` block has ended."""

@@ -136,6 +136,7 @@ class Takeover:
         """(donor, era): everything was asked for, as of that era's start"""
         self._missing: list[str] = []
         self.is_of_newcomer = tensors
+        """whether exchanges were missed; else only the script's own code for some updates was"""
         if tensors:
             self._missing = everything(training)
             training.held = 0
@@ -180,6 +181,7 @@ class Takeover:
         if not keep:
             self._missing = everything(self._training)
             self._training.held = 0
+            self.is_of_newcomer = True
 
     def may_ask(self, donors: Sequence[str]) -> None:
         """These compute by now; one that lacks the state itself says so, and the next one is asked."""
