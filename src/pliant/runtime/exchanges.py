@@ -159,6 +159,8 @@ class Exchanges:
         rates = member.training.rates(outcome.factor) if followed else ()
         if trained:
             self._apply(before, outcome, flight, bitmap)
+            if not followed:
+                self._weigh(outcome)
             self._answer_for(outcome)
         member.witness.settled(member.group, outcome, handed_in, self.applied_rate)
         self.last = outcome
@@ -179,6 +181,8 @@ class Exchanges:
         waits = flight.closed and outcome.plan is None and self._lookout.broken is None
         if (followed and not waits and self._follow_update()) or (outcome.plan is not None and not followed):
             self._hand_in_late(before, following)
+        if followed and not member.follows:
+            self._weigh(outcome)
         self._give_up_if_hopeless()
         return outcome
 
@@ -265,8 +269,16 @@ class Exchanges:
         self.applied_rate = training.rate * outcome.factor
         training.apply(outcome, flight.filled, bitmap, averaged, measures=outcome.measures)
         training.advance_schedule(*scheduled)
-        if outcome.weighs:
-            training.weigh(outcome.round, drift.turn(outcome.round, member.group.policy.watched))
+
+    def _weigh(self, outcome: Settled) -> None:
+        """Take a digest where one is due.
+
+        With an overlap after the following contribution is handed in, whatever came before that: who has gone along
+        with it already had none of this round to tell either, and digests of one round are compared.
+        """
+        member = self._member
+        if outcome.weighs and member.group.round == outcome.round:
+            member.training.weigh(outcome.round, drift.turn(outcome.round, member.group.policy.watched))
 
     def _answer_for(self, outcome: Settled) -> None:
         """Where this worker's weights differ from the others': take the state over like a newcomer, or go.

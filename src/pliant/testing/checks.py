@@ -57,8 +57,8 @@ class Checker:
         """a worker whose weights had been changed may have been believed: they are not those of the journal"""
         self.state_lost = False
         """the user's state has gone with the last worker that had it"""
-        self._updates: dict[int, tuple[str, object]] = {}
-        """by round: who followed its update first, and with which weights and buffers"""
+        self._updates: dict[tuple[int, int], tuple[str, object]] = {}
+        """by era and round: who followed its update first, and with which weights and buffers"""
         self._flipped: set[str] = set()
         """whose weights were changed"""
         self._changed: set[str] = set()
@@ -190,10 +190,14 @@ class Checker:
             return
         self._ends.append((name, training.plain_values(), dict(state), group))
 
-    def updated(self, name: str, training: VirtualTraining, number: int) -> None:
-        """A script follows the update of round ``number``: it has the weights and buffers of all others there."""
+    def updated(self, name: str, training: VirtualTraining, group: Group) -> None:
+        """A script follows the last update: it has the weights and buffers of all others there.
+
+        Not of those that are lost, or of another era: buffers may have been made equal anew.
+        """
+        number = group.round
         shown = (training.plain_values(), training.buffers.held_values())
-        first, there = self._updates.setdefault(number, (name, shown))
+        first, there = self._updates.setdefault((group.era, number), (name, shown))
         if shown != there and not self._flipped and not self.tainted:
             raise Violation(f"after round {number} {name} has {shown}, but {first} had {there}")
 

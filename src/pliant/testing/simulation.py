@@ -479,7 +479,7 @@ class Script:
         checker.state_lost = checker.state_lost or self.eras.lost_users_state
         if self.state["updates"] != update.updates and not checker.state_lost:
             raise Violation(f"{self.name} counts {self.state['updates']} updates after update {update.updates}")
-        checker.updated(self.name, self.training, update.round)
+        checker.updated(self.name, self.training, self._worker.group)
         every = self.scene.evaluates
         if every and update.updates % every == 0:
             self._evaluate(self.epoch)
