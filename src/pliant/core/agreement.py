@@ -29,6 +29,9 @@ class Mismatch(msgspec.Struct, frozen=True):
     """The workers are not doing the same thing; the run cannot go on."""
 
     reason: str
+    """may have a place for the names of parameters: ``{parameters}``"""
+    parameters: tuple[int, ...] = ()
+    """by their numbers"""
 
 
 def digest(group: Group) -> int:
@@ -40,7 +43,8 @@ def digest(group: Group) -> int:
     counters = (group.era, group.round, group.phases, group.samples, cursor, limit, group.delay)
     updates = (group.updates, updates_limit)
     measures = (group.rate.factor, group.scheduled, group.noise.variance, group.noise.signal, clip_norm)
-    return zlib.crc32(struct.pack("<qqqqqqqqqddddd", *counters, *updates, *measures) + bytes(group.standings))
+    packed = struct.pack("<qqqqqqqqqddddd", *counters, *updates, *measures)
+    return zlib.crc32(packed + bytes(group.standings) + group.trained)
 
 
 def compared(group: Group, tickets: Sequence[Ticket]) -> Mismatch | None:

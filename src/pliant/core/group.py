@@ -126,6 +126,10 @@ class Group(msgspec.Struct, frozen=True):
     """phases that the last unplanned era has ended: nobody was left in them, and nobody else would have come"""
     offences: tuple[tuple[WorkerId, int], ...] = ()
     """members whose weights have differed from the others', and how often"""
+    trained: bytes = b""
+    """the parameters that the next round's gradients are laid out for (``core.trained``); empty: none agreed on yet"""
+    unlike: int = 0
+    """rounds in a row in which the workers did not train the same ones"""
     over: bool = False
     """all scripts have reached their end"""
 

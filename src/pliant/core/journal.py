@@ -33,6 +33,7 @@ Ahead = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
 """Micro-batches that a loader wants to know in advance: as many are dealt to it."""
 
 Name = Annotated[str, msgspec.Meta(max_length=100)]
+Hex = Annotated[str, msgspec.Meta(pattern="^([0-9a-f][0-9a-f])*$", max_length=100_000)]
 Delay = Annotated[int, msgspec.Meta(ge=-1, le=1)]
 ExitStatus = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
@@ -109,6 +110,8 @@ class PhaseRecord(msgspec.Struct, frozen=True, tag="phase", tag_field="kind", om
     """followers that hold the whole state from here on"""
     inner: bool = False
     """an ``evaluate`` in the body of the loop before it, whose phase had just ended"""
+    trained: list[Hex] = []
+    """per worker the set of parameters that it trains (``core.trained``), where one is not what was agreed before"""
 
 
 class TicketLine(msgspec.Struct, frozen=True, array_like=True):
@@ -177,6 +180,8 @@ class RoundRecord(msgspec.Struct, frozen=True, tag="round", tag_field="kind", om
     """whose weights differ, as the tickets of this round have shown"""
     clip_norm: float | None = None
     """the bound on the gradient's norm in force, where the scripts have set one since ``join``; 0: none"""
+    trained: list[Hex] = []
+    """per worker the set that its contribution was computed for, where one is not what was agreed before"""
 
     @property
     def skipped(self) -> bool:

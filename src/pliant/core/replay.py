@@ -191,6 +191,7 @@ class Replay:
                 record.order,
                 record.sizes[member],
                 record.ahead[member],
+                trained=_set(record.trained, member, group),
             )
             for member in range(len(group.roster))
         ]
@@ -218,6 +219,8 @@ class Replay:
             tickets[member] = replace(tickets[member], size=size, ahead=ahead)
         if isinstance(record, RoundRecord):
             tickets = _with_measures(record, tickets)
+            if record.trained or group.trained:
+                tickets = [replace(t, trained=_set(record.trained, m, group)) for m, t in enumerate(tickets)]
         for worker, hand, ticket in zip(group.roster, phase.ledger.hands, tickets, strict=True):
             if not 0 <= ticket.micro_batches <= hand.granted:
                 return [f"{where}: {worker} drew {ticket.micro_batches} micro-batches, {hand.granted} were granted"]
@@ -294,6 +297,11 @@ def _ticket(group: Group, kind: Kind, line: TicketLine) -> Ticket:
         squared_norm=line.squared_norm,
         scale=line.scale,
     )
+
+
+def _set(written: Sequence[str], member: int, group: Group) -> bytes:
+    """The set of parameters that a member's ticket carried: what is written, or else what was agreed on."""
+    return bytes.fromhex(written[member]) if written else group.trained
 
 
 def _with_measures(record: RoundRecord, tickets: list[Ticket]) -> list[Ticket]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from pliant.core import agreement, drawing, drift, goodput, ledger, noise, overlap, pace, rates, standings
+from pliant.core import agreement, drawing, drift, goodput, ledger, noise, overlap, pace, rates, standings, trained
 from pliant.core.agreement import Mismatch
 from pliant.core.drift import Drift
 from pliant.core.group import Group, OpenPhase, Past
@@ -37,7 +37,7 @@ class Settled(msgspec.Struct, frozen=True):
     factor: float
     loss: float | None
     applied: bool
-    """false: some worker's part was not finite; samples are spent, weights stay"""
+    """false: some worker's part was not finite, or there was none; samples are spent, weights stay"""
     spans: tuple[tuple[Span, ...], ...]
     seen: bool
     """every worker's loop body is at this round now: the moment at which ``step`` may return True"""
@@ -60,6 +60,12 @@ class Settled(msgspec.Struct, frozen=True):
     """whose weights differ from the others', as the tickets show"""
     clip_norm: float | None = None
     """in force with this round, where the scripts have set one since ``join``; 0: none"""
+    finite: bool = True
+    """false: some worker's part was not finite"""
+    layout: bytes = b""
+    """the parameters whose gradients were summed"""
+    touched: bytes = b""
+    """those of them that every contribution was computed for: the update touches no other"""
 
 
 def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
@@ -69,6 +75,11 @@ def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
         return mismatch
     present = agreement.opening(tickets)
     first = tickets[present.index(True)]
+    if first.kind is Kind.TRAIN:
+        agreed = trained.opened(group, tickets)
+        if isinstance(agreed, Mismatch):
+            return agreed
+        group = agreed
     limit = first.length
     if first.kind is Kind.TRAIN and group.samples_limit is not None:
         limit = min(limit, max(0, group.samples_limit - group.samples))
@@ -106,6 +117,12 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
     if mismatch:
         return mismatch
     before, phase = group, group.phase
+    sets = trained.Decision(b"", b"")
+    if phase.kind is Kind.TRAIN:
+        decision = trained.decide(group, tickets)
+        if isinstance(decision, Mismatch):
+            return decision
+        group, sets = decision
     remaining, spans = ledger.settle(phase.ledger, [ticket.micro_batches for ticket in tickets])
     short = remaining.free == 0
     took_part = tuple([took or ticket.samples > 0 for took, ticket in zip(phase.took_part, tickets, strict=True)])
@@ -155,6 +172,9 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         weighs=phase.kind is Kind.TRAIN and len(group.roster) > 1 and drift.is_due(group.round, group.policy.watched),
         drift=differs,
         clip_norm=group.clip_norm,
+        finite=finite,
+        layout=sets.layout,
+        touched=sets.touched,
     )
     phase = replace(phase, seen=outcome.seen, resumed=False)
     if phase.kind is Kind.TRAIN and group.policy.delay == overlap.AUTO and len(group.roster) > 1:

@@ -140,14 +140,16 @@ class Ticket(msgspec.Struct, frozen=True):
     clip_norm: float = -1.0
     """the bound on the gradient's norm that the script has set; 0: none is wanted; -1: it has set nothing"""
     point: Point = NOWHERE
+    trained: bytes = b""
+    """the parameters that its contribution was computed for (``core.trained``)"""
 
 
-_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqdqQQdqqqB")
+_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqdqQQdqqqBI")
 
 
-def packed_size(bits: int) -> int:
-    """Bytes of a ticket whose bitmap has ``bits`` bits."""
-    return _FIELDS.size + (bits + 7) // 8
+def packed_size(bits: int, trained: int = 0) -> int:
+    """Bytes of a ticket whose bitmap has ``bits`` bits, with a set of ``trained`` bytes."""
+    return _FIELDS.size + (bits + 7) // 8 + trained
 
 
 def pack(ticket: Ticket, bitmap: int, bits: int) -> bytes:
@@ -185,14 +187,19 @@ def pack(ticket: Ticket, bitmap: int, bits: int) -> bytes:
         ticket.arithmetic,
         ticket.clip_norm,
         *ticket.point.packed,
+        len(ticket.trained),
     )
-    return head + bitmap.to_bytes((bits + 7) // 8, "little")
+    return head + bitmap.to_bytes((bits + 7) // 8, "little") + ticket.trained
 
 
 def unpack(data: bytes) -> tuple[Ticket, int]:
     """The inverse of ``pack``; raises ``ValueError`` on what no worker packs."""
     if len(data) < _FIELDS.size:
         raise ValueError(f"{len(data)} bytes are no ticket")
-    era, number, phase, kind, flags, *rest = _FIELDS.unpack_from(data)
-    ticket = Ticket(era, number, phase, Kind(kind), Flag(flags), *rest[:-4], point=point(*rest[-4:]))
-    return ticket, int.from_bytes(data[_FIELDS.size :], "little")
+    era, number, phase, kind, flags, *rest, size = _FIELDS.unpack_from(data)
+    end = len(data) - size
+    if end < _FIELDS.size:
+        raise ValueError(f"a ticket of {len(data)} bytes has no room for a set of {size}")
+    where = point(*rest[-4:])
+    ticket = Ticket(era, number, phase, Kind(kind), Flag(flags), *rest[:-4], point=where, trained=data[end:])
+    return ticket, int.from_bytes(data[_FIELDS.size : end], "little")

@@ -70,6 +70,10 @@ class Contribution:
         self._pending = 0
         self._loss = self._loss + loss_sum
 
+    def leave_out(self) -> None:
+        """A backward pass has failed: its samples are spent, and nothing that was computed for them counts."""
+        self.weight, self._loss, self._pending = 0.0, 0.0, 0
+
     def point(self, *, fresh: bool) -> Point:
         """Where it was computed; ``fresh``: it is handed in after the last settled round's update."""
         early = min(self._early, self.micro_batches)

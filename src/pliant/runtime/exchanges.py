@@ -14,7 +14,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 from torch import Tensor
 
-from pliant.core import agreement, drift, postscripts, rounds, standings
+from pliant.core import agreement, drift, postscripts, rounds, standings, trained
 from pliant.core.agreement import Mismatch
 from pliant.core.group import Group, Standing
 from pliant.core.rounds import Settled
@@ -69,6 +69,8 @@ class Exchanges:
     def open(self, call: Opening, flags: Flag) -> None:
         """Say which phase this worker enters; the others may open another one before."""
         training = self._member.training
+        training.trained.settle()
+        training.trained.check()
         opening = replace(
             self._member.ticket(call.kind, Flag.OPENING | flags),
             epoch=call.epoch,
@@ -87,13 +89,15 @@ class Exchanges:
         training.buffers.grow(bitmap >> len(training.parameters))
         group = rounds.opened(before, gathered)
         if isinstance(group, Mismatch):
-            raise Refused(group.reason)
+            raise self._refused(group)
         member.witness.opened(group, gathered)
         member.fresh = standings.fresh(member.fresh, before, group, gathered)
         if len(group.open) > len(before.open):
             member.work.enter_phase()
         member.group = group
         member.turned = group.exchange
+        if gathered[agreement.opening(gathered).index(True)].kind is Kind.TRAIN:
+            self._adopt(before, gathered)
         plan = agreement.agreed_plan(group, gathered)
         if plan is not None:
             self._switch(plan)
@@ -110,7 +114,7 @@ class Exchanges:
         """All scripts have come to their end."""
         mismatch = agreement.compared(self._member.group, gathered)
         if mismatch:
-            raise Refused(mismatch.reason)
+            raise self._refused(mismatch)
         self._member.group = rounds.concluded(self._member.group)
 
     def _exchanged(self, ticket: Ticket, bitmap: int, sums: list[Tensor]) -> tuple[list[Ticket], int]:
@@ -118,6 +122,31 @@ class Exchanges:
         summation = self._channels.exchange(self._member.packed(ticket, bitmap), sums)
         self._lookout.wait(summation)
         return self._channels.gathered(summation)
+
+    def _refused(self, mismatch: Mismatch) -> Refused:
+        reason = mismatch.reason
+        if mismatch.parameters:
+            reason = reason.format(parameters=self._member.training.trained.named(mismatch.parameters))
+        return Refused(reason)
+
+    def _adopt(self, before: Group, tickets: list[Ticket]) -> None:
+        """The group trains other parameters; who goes along, or has just begun, has not run the code that says so."""
+        member = self._member
+        agreed, me = member.group.trained, before.roster.index(member.me)
+        follows = bool(tickets[me].flags & Flag.FOLLOWING)
+        if not follows and (not before.open or me in trained.voters(before, tickets)):
+            return
+        # What a newcomer lacks comes with the state, unless it changes meanwhile.
+        if agreed == (before.trained if member.follows else member.training.look()):
+            return
+        lacking = member.training.adopt(agreed)
+        if lacking and member.eras is not None and member.follows:
+            member.eras.lacks(lacking)
+        elif lacking:
+            raise Drifted(
+                f"{member.me} has taken no part in the rounds in which {member.training.trained.named(lacking)} came "
+                "to be trained, and its optimizer lacks it: it starts again"
+            )
 
     def _switch(self, plan: tuple[int, int], *, closed: bool = False) -> None:
         # Only a coordinator plans an era.
@@ -136,36 +165,40 @@ class Exchanges:
         member, work, flight = self._member, self._member.work, self._member.work.flight
         assert flight is not None
         work.contribution.idle_s += self._lookout.wait(flight.summation)
+        if flight.announced:
+            self._handing.complete(flight)
+            work.contribution.idle_s += self._lookout.wait(flight.summation)
         work.sum_s = flight.summation.seconds
         start = self._clock()
         handed_in, bitmap = self._tickets_of(flight)
         before = member.group
         decision = rounds.settled(before, handed_in)
         if isinstance(decision, Mismatch):
-            raise Refused(decision.reason)
+            raise self._refused(decision)
         member.group, outcome = decision
         member.fresh = standings.fresh(member.fresh, before, member.group, handed_in)
         work.flight = None
-        trained = outcome.kind is Kind.TRAIN
-        merged = trained and self._merge(outcome, flight, bitmap)
+        is_training = outcome.kind is Kind.TRAIN
+        merged = is_training and self._merge(outcome, flight, bitmap)
         # Whoever went along has handed in nothing to the following round already, in order to see the tickets.
         goes_on = not (outcome.ended or outcome.plan or flight.closed)
-        followed = trained and outcome.applied and self._hooks.follow_updates
+        followed = is_training and outcome.applied and self._hooks.follow_updates
         if goes_on and not followed and self._overlaps(before) and self._bounds.due_at_once():
             if flight.gathered is not None:
                 # It went along: what it would hand in is the very buffer that is still to be applied.
                 member.training.gradients.lose(flight.filled)
             self._handing.hand_in_or_remember(following, returning=True)
         rates = member.training.rates(outcome.factor) if followed else ()
-        if trained:
+        if is_training:
             self._apply(before, outcome, flight, bitmap)
             if not followed:
                 self._weigh(outcome)
+            self._adopt(before, handed_in)
             self._answer_for(outcome)
         member.witness.settled(member.group, outcome, handed_in, self.applied_rate)
         self.last = outcome
         due = followed and self._is_followed_here(before, outcome)
-        behind = trained and not in_body and (outcome.seen or (followed and not due))
+        behind = is_training and not in_body and (outcome.seen or (followed and not due))
         if behind and not due:
             self._fall_behind(before)
         if outcome.ended:
@@ -264,7 +297,10 @@ class Exchanges:
         scheduled = (before.scheduled, member.group.scheduled)
         averaged = None
         if member.eras is not None:
-            averaged = member.eras.averaged(before.exchange + 1, bitmap, outcome.factor, scheduled)
+            touched = bitmap & int.from_bytes(outcome.touched, "little") if outcome.touched else bitmap
+            averaged = member.eras.averaged(
+                before.exchange + 1, touched, outcome.factor, scheduled, finite=outcome.finite
+            )
         self.last_trained = outcome
         self.applied_rate = training.rate * outcome.factor
         training.apply(outcome, flight.filled, bitmap, averaged, measures=outcome.measures)

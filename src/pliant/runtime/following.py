@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from pliant.core import postscripts
+from pliant.core import postscripts, trained
 from pliant.core.group import Standing
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.runtime.channels import Channels
@@ -114,6 +114,7 @@ class Following:
         begins = self._begins()
         flight = Flight(None, None, 0)
         if phase.kind is Kind.TRAIN:
+            member.training.gradients.lay_out(trained.layout(member.group, gathered))
             in_parts = self._handing.in_parts
             flight.filled, flight.merged = self._handing.given_away(0.0, overlap=begins, returning=False)
             if in_parts:

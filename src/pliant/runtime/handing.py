@@ -17,7 +17,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 from torch import Tensor
 
-from pliant.core import postscripts
+from pliant.core import postscripts, trained
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.runtime.channels import Channels
 from pliant.runtime.contribution import Contribution
@@ -50,6 +50,9 @@ class HandingIn:
 
         ``returning``: the round just settled is still to be applied, and its buffer comes back then.
         """
+        if self.changes_set:
+            self._announce(flags)
+            return
         if self.in_parts:
             self._begin_parts(flags)
             self._complete_parts(usable=True)
@@ -60,6 +63,7 @@ class HandingIn:
         ticket = member.ticket(phase.kind, flags)
         bitmap, squared_norm, flight = 0, 0.0, Flight(None, None, mine.micro_batches)
         if phase.kind is Kind.TRAIN:
+            member.training.gradients.lay_out(member.group.trained)
             bitmap, norm = self._inspected(mine)
             if norm is None:
                 ticket = replace(ticket, flags=ticket.flags | Flag.NONFINITE)
@@ -120,8 +124,10 @@ class HandingIn:
     def _bitmap(self) -> int:
         """What this contribution has touched."""
         training = self._member.training
-        training.gradients.check()
-        return training.gradients.present() | training.buffers.changed() << len(training.parameters)
+        training.check()
+        present = training.gradients.present()
+        training.check_parameters(present)
+        return present | training.buffers.changed() << len(training.parameters)
 
     def given_away(self, weight: float, *, overlap: bool, returning: bool) -> tuple[Buffer | None, Tensor | None]:
         """This worker's part of a round's sums: gradients and buffers; ``overlap``: it goes on accumulating."""
@@ -131,6 +137,62 @@ class HandingIn:
         else:
             training.buffers.go_alone()
         return training.gradients.hand_in(overlap=overlap, returning=returning), merged
+
+    # -- other parameters than were agreed on
+
+    @property
+    def changes_set(self) -> bool:
+        """Whether the contribution is for other parameters than were agreed on, and they may count at once.
+
+        With an overlap the agreed layout stays in force for one more round: this contribution goes along in it.
+        """
+        group = self._member.group
+        waits = group.open and group.phase.kind is Kind.TRAIN and not group.overlap
+        return bool(waits) and self._member.training.contributed != group.trained
+
+    def _announce(self, flags: Flag) -> None:
+        """Hand in the ticket alone: what is summed depends on what the others train (``complete``)."""
+        member, work, training = self._member, self._member.work, self._member.training
+        mine = work.contribution
+        training.check()
+        ticket = member.ticket(Kind.TRAIN, flags)
+        training.gradients.lay_out(ticket.trained)
+        flight = Flight(None, None, mine.micro_batches)
+        flight.announced, flight.point = True, mine.point(fresh=True)
+        flight.bitmap, norm = self._inspected(mine)
+        if norm is None:
+            ticket = replace(ticket, flags=ticket.flags | Flag.NONFINITE)
+        else:
+            flight.squares = self._of_mean(norm, mine)
+        ticket = self._filled_in(ticket, mine, flight, flight.squares)
+        packed = member.packed(ticket, flight.bitmap)
+        work.begin()
+        work.flight = flight
+        flight.weight = mine.weight
+        flight.filled = training.gradients.hand_in(overlap=False, returning=False)
+        flight.summation = self._channels.gather(packed)
+
+    def complete(self, flight: Flight) -> None:
+        """Everybody's tickets are known: add up what all are ready for."""
+        member, training = self._member, self._member.training
+        flight.gathered = gathered, _ = self._channels.gathered(flight.summation)
+        training.gradients.lay_out(trained.layout(member.group, gathered))
+        in_parts = self.in_parts
+        flight.filled, flight.merged = self.given_away(flight.weight, overlap=False, returning=False)
+        if in_parts:
+            usable = not gathered[member.index].flags & Flag.NONFINITE
+            flight.postscript = training.gradients.written(
+                postscripts.written(
+                    len(member.group.roster),
+                    member.index,
+                    training.bits,
+                    busy_s=gathered[member.index].busy_s,
+                    squared_norm=flight.squares if usable else None,
+                    bitmap=flight.bitmap,
+                )
+            )
+        flight.announced = False
+        flight.summation = self._channels.add_up(flight.sums)
 
     def hand_in_or_remember(self, flags: Flag, *, returning: bool) -> None:
         """Hand in; where that fails the settled round is applied all the same, and ``step`` still says so."""
@@ -175,7 +237,8 @@ class HandingIn:
         member, work = self._member, self._member.work
         mine = work.contribution
         # What the script has spoilt is found before anybody is told.
-        member.training.gradients.check()
+        member.training.check()
+        member.training.gradients.lay_out(member.group.trained)
         ticket = member.ticket(Kind.TRAIN, flags)
         flight = Flight(None, None, mine.micro_batches)
         flight.point = mine.point(fresh=True)

@@ -118,6 +118,7 @@ class Member:
             weights=training.weighed[1],
             arithmetic=training.fingerprint.arithmetic,
             clip_norm=-1.0 if self.clip_norm is None else self.clip_norm,
+            trained=training.contributed,
         )
 
     def packed(self, ticket: Ticket, bitmap: int = 0) -> bytes:

@@ -46,6 +46,7 @@ from pliant.tensors import checkpoint, cuda, handoff, weights
 from pliant.tensors import group as groups
 from pliant.tensors import state as states
 from pliant.types import WorkerId
+from pliant.worker.trained_set import all_parameters
 
 _ALONE = "alone"
 """stands for the job of a script that runs without one"""
@@ -236,6 +237,7 @@ def _connected(job: Job) -> Link:
 
 def _entered(job: Job, link: Link, offer: Offer) -> Membership:
     donor = handoff.Donor(link.local_address, job.token)
+    training = offer.prepared(True)
     described = signature(offer.model, offer.optimizer, offer.agreed)
 
     def placed(link: Link) -> Place:
@@ -248,19 +250,22 @@ def _entered(job: Job, link: Link, offer: Offer) -> Membership:
         eras.place.link.close()
         return placed(_connected(job))
 
+    def share(channel: Any, look: Callable[[], None]) -> None:
+        taken_over(channel, offer, look)
+        training.read_scale()
+
     witness = Reporter(link, described.settings, summary(described))
     eras = Eras(
         placed(link),
         donor,
         lambda address: handoff.Recipient(address, job.token),
         {**offer.carried, "journal": witness},
-        lambda channel, look: taken_over(channel, offer, look),
+        share,
         come_back,
         lambda: _end_after(job.grace_s),
     )
     newcomer = founded(offer.policy, 0, (WorkerId(link.worker),))
     newcomer = replace(newcomer, standings=(Standing.FOLLOWING,))
-    training = offer.prepared(True)
     worker = Worker(
         WorkerId(link.worker),
         newcomer,
@@ -361,7 +366,7 @@ def taken_over(channel: Any, offer: Offer, look: Callable[[], None] = lambda: No
     if channel.members == 1:
         return
     watched = _Watched(channel, look)
-    states.broadcast_tensors(watched, [*offer.model.parameters(), *offer.model.buffers()])
+    states.broadcast_tensors(watched, [*all_parameters(offer.model, offer.optimizer), *offer.model.buffers()])
     outer = {name: value for name, value in offer.carried.items() if name != "state"}
     theirs = states.broadcast_state(watched, {"": stated(outer), "state": stated(offer.carried["state"])})
     if channel.place > 0:

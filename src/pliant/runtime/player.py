@@ -201,8 +201,18 @@ class Player:
         self, weight: float, loss_sum: Tensor | float, compute: Callable[[None], None], *, whole: bool
     ) -> None:
         """Have the gradients of a drawn micro-batch computed."""
-        compute(None)
+        try:
+            compute(None)
+        except Exception:
+            assert self._reading.part is not None
+            self._takes.leave_out(self._reading.part)
+            self._reading.computed = True
+            raise
         self.contributed(weight, loss_sum)
+
+    @property
+    def may_repeat(self) -> bool:
+        return True
 
     def contributed(self, weight: float, loss_sum: Tensor | float) -> None:
         """A drawn micro-batch is computed; its gradients lie in the buffer."""

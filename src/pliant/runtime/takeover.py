@@ -70,6 +70,7 @@ class _Round:
     hyper: list[dict[str, Any]]
     """what the schedule said"""
     applied: bool
+    finite: bool
     scheduled: tuple[float, float]
     """what the schedule had counted before and after it"""
 
@@ -187,6 +188,13 @@ class Takeover:
         """These compute by now; one that lacks the state itself says so, and the next one is asked."""
         self._donors += [address for address in donors if address not in self._donors]
 
+    def lose(self, parameters: Sequence[int]) -> None:
+        """The optimizer does not have these: their updates pass it by until its groups are those of the others."""
+        names = [META, *(f"p{index}" for index in parameters)]
+        self._missing += [name for name in names if name not in self._missing]
+        for index in parameters:
+            self._training.held = (self._training.held or 0) & ~(1 << index)
+
     def _drop_recipient(self) -> None:
         if self._recipient is not None:
             self._recipient.close()
@@ -285,6 +293,8 @@ class Takeover:
         present: int,
         factor: float,
         scheduled: tuple[float, float],
+        *,
+        finite: bool = True,
     ) -> bool:
         """A round was settled as ``exchange``; ``means`` are its gradients, None if it was not applied.
 
@@ -296,10 +306,10 @@ class Takeover:
         gradients: dict[int, Tensor] = {}
         kept = means if len(asked.parameters) == len(self._training.parameters) else None
         if means is not None:
-            needed = [index for index in asked.parameters if present >> index & 1]
-            gradients = {index: means.views[index] if kept else means.views[index].clone() for index in needed}
+            needed = {index: means.views[index] for index in asked.parameters if present >> index & 1}
+            gradients = {index: view if kept else view.clone() for index, view in needed.items() if view is not None}
         hyper = self._training.scheduled()
-        asked.since.append(_Round(exchange, gradients, kept, factor, hyper, means is not None, scheduled))
+        asked.since.append(_Round(exchange, gradients, kept, factor, hyper, means is not None, finite, scheduled))
         return kept is not None
 
     def note_result(self, exchange: int, result: float) -> None:
@@ -333,7 +343,7 @@ class Takeover:
             training.catch_up(each.gradients, each.factor, None if schedules else each.hyper)
             if schedules:
                 training.advance_schedule(*each.scheduled)
-                training.follow_scale(applied=each.applied)
+                training.follow_scale(applied=each.applied, finite=each.finite)
         elif schedules:
             training.evaluated(each.result)
 
@@ -382,11 +392,8 @@ def users_state_of(carried: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _meta(training: Training, carried: Mapping[str, Any]) -> dict[str, Any]:
-    hyper = [
-        {name: value for name, value in group.items() if name != "params"} for group in training.optimizer.param_groups
-    ]
     return {
-        "groups": _copied(hyper),
+        "trained": _copied(training.trained.state_dict()),
         "buffers": {i: training.buffers.value(i) for i in range(len(training.buffers)) if training.buffers.is_live(i)},
         "epochs": training.epochs_ended,
         "scale": training.scale_state(),
@@ -412,11 +419,14 @@ def _copied(value: Any) -> Any:
 
 @torch.no_grad()
 def install_meta(training: Training, carried: Mapping[str, Any], meta: Mapping[str, Any], *, merged: bool) -> None:
-    """Take over hyper-parameters, schedule, scaler, buffers, and what of the journal is not on disk."""
+    """Take over hyper-parameters, schedule, scaler, buffers, and what of the journal is not on disk.
+
+    Which parameters are trained is taken over when the script is where the group is, or with the next update.
+    """
     for name, value in meta["outer"].items():
-        carried[name].load_state_dict(value)
-    for group, hyper in zip(training.optimizer.param_groups, meta["groups"], strict=True):
-        group.update(hyper)
+        if carried.get(name) is not None:
+            carried[name].load_state_dict(value)
+    training.trained.take_over(meta["trained"], later=True)
     for index in meta["buffers"]:
         training.buffers.grow(1 << index)
     training.buffers.adopt(meta["buffers"], merged=merged)
@@ -452,7 +462,14 @@ def install_parameter(training: Training, index: int, part: Mapping[str, Any]) -
     for name, value in part["state"].items():
         # As torch's own load_state_dict: a step counter stays where it is, the rest goes with the parameter.
         moves = isinstance(value, Tensor) and value.shape == p.shape
-        training.optimizer.state[p][name] = value.to(p.device) if moves else value
+        training.optimizer.state[p][name] = laid_out_like(p, value) if moves else value
+
+
+def laid_out_like(p: Tensor, value: Tensor) -> Tensor:
+    """The same numbers on the parameter's device, with its strides: fused optimizers walk both by memory."""
+    if value.stride() == p.stride():
+        return value.to(p.device)
+    return torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def install_state(objects: dict[str, Any], values: Mapping[str, Any]) -> None:

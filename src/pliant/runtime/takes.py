@@ -33,8 +33,12 @@ class _Take:
     loss: Tensor | float = 0.0
     norm: float | None = 0.0
     present: int = 0
+    scale: float = 1.0
+    """of the losses whose gradients lie in the buffer"""
     merged: Tensor | None = None
     finished: bool = False
+    left_out: bool = False
+    """a backward pass has failed"""
 
 
 class Takes:
@@ -54,6 +58,12 @@ class Takes:
         take = self._takes[part]
         take.weight += weight
         take.loss = take.loss + loss_sum
+
+    def leave_out(self, part: Part) -> None:
+        """A backward pass of it has failed: nothing that was computed of it counts."""
+        take = self._takes[part]
+        take.weight, take.loss, take.left_out = 0.0, 0.0, True
+        self._training.gradients.discard()
 
     def forget(self) -> None:
         """What was computed and not used counts for nothing."""
@@ -80,16 +90,20 @@ class Takes:
         take = self._takes.get(part)
         begun = take is not None
         if take is None:
-            take = self._takes[part] = _Take()
+            take = self._takes[part] = _Take(scale=training.scale)
         before = None if begun else part.before
         if before is not None and (before.round == 0 or before.round > group.round):
             # It was handed in before this one was begun.
             self._finish(before, group)
-        take.buffer = take.buffer or (self._spare.pop() if self._spare else Buffer(training.parameters))
+        take.buffer = take.buffer or self._blank(training.look())
         self._views.show(part.worker)
         training.back()
         if stretch.ahead:
             self._go_ahead(before, take.buffer, group)
+        if take.scale != training.scale:
+            # It has moved since the last stretch, as it did on the worker.
+            take.buffer.scale(training.scale / take.scale)
+            take.scale = training.scale
         training.gradients.fill(take.buffer, begun=begun)
         if before is not None and before.round == 0:
             self._let_go(self._takes.pop(before))
@@ -110,7 +124,7 @@ class Takes:
             self._weights_before = [p.detach().clone() for p in training.parameters]
         rate = training.rate * outcome.factor
         self._comparison.rate(rate, record)
-        summed = self._summed(takes)
+        summed = self._summed(takes, outcome.layout)
         training.gradients.fill(summed, begun=True)
         training.apply(outcome, summed, present, measures=outcome.measures)
         training.advance_schedule(item.before.scheduled, item.group.scheduled)
@@ -143,10 +157,17 @@ class Takes:
         norm = 0.0
         if take.buffer is not None:
             training.gradients.fill(take.buffer, begun=True)
+            # As it was handed in: with an overlap in the layout that was agreed on before.
+            training.gradients.lay_out(group.trained if group.overlap else take.buffer.trained or b"")
+            take.buffer = training.gradients.filling
+            assert take.buffer is not None
             take.present = training.gradients.present()
-            take.buffer.scale(1.0 / (part.line.scale if part.line is not None else training.scale))
+            take.buffer.scale(1.0 / take.scale)
             norm = take.buffer.squared_norm()
         take.norm = norm if math.isfinite(loss + norm) else None
+        if take.left_out and part.line is not None and part.line.flags & Flag.NONFINITE:
+            # Its ticket was with the others already when the pass failed.
+            take.weight, loss, take.norm = part.line.weight, part.line.loss_sum, None
         if part.line is not None:
             take.merged = self._views.handed_in(group, part.worker, take.weight)
         self._comparison.ticket(part, take.weight, loss, take.norm, training.reference)
@@ -165,19 +186,27 @@ class Takes:
         ]
         self._views.merge(item.before, handed, item.outcome)
 
-    def _summed(self, takes: list[_Take]) -> Buffer:
+    def _summed(self, takes: list[_Take], layout: bytes) -> Buffer:
         """The sum of all contributions, in the buffer of the first."""
+        parameters = self._training.parameters
+        for take in takes:
+            if take.buffer is not None and layout:
+                take.buffer = take.buffer.laid_out_for(parameters, layout)
         buffers = [take.buffer for take in takes if take.buffer is not None]
         if not buffers:
-            return Buffer(self._training.parameters)
+            return self._blank(layout or self._training.look())
         for other in buffers[1:]:
             for into, flat in zip(buffers[0].flats, other.flats, strict=True):
                 into.add_(flat)
         return buffers[0]
 
+    def _blank(self, members: bytes) -> Buffer:
+        """One with nothing in it, for these parameters."""
+        self._spare = [buffer for buffer in self._spare if buffer.members == members]
+        return self._spare.pop() if self._spare else Buffer(self._training.parameters, members)
+
     def _let_go(self, take: _Take) -> None:
         """Its gradients are not needed any more."""
         if take.buffer is not None:
-            for flat in take.buffer.flats:
-                flat.zero_()
+            take.buffer.clear()
             self._spare.append(take.buffer)

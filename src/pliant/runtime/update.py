@@ -9,7 +9,6 @@ Holds     The optimizer sees plain weights, the weighted mean gradient (clipped 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,13 +20,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from pliant.core import drift, rates, scaling
+from pliant.bitmaps import members as members_of
+from pliant.core import drift, rates
 from pliant.core.rounds import Settled
 from pliant.errors import UsageError
 from pliant.tensors.buffers import Buffers
 from pliant.tensors.fingerprint import Fingerprint
 from pliant.tensors.gradients import Buffer, Gradients
 from pliant.tensors.lookahead import LookAhead
+from pliant.worker.loss_scale import LossScale
+from pliant.worker.trained_set import TrainedSet
 
 _STEP = (
     "optimizer.step() was called by the script: remove it from the loop; "
@@ -71,10 +73,13 @@ class Training:
         overlaps: bool = True,
     ) -> None:
         self.optimizer = optimizer
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self.gradients = Gradients(self.parameters, grouped=grouped, overlaps=overlaps)
+        self.trained = TrainedSet(model, optimizer)
+        self.parameters = self.trained.parameters
+        """all that can ever be trained: bitmaps count these"""
+        self.gradients = Gradients(self.parameters, grouped=grouped, overlaps=overlaps, members=self.trained.look())
+        self.gradients.optimized = self.trained.optimized
         self.buffers = Buffers(model)
-        self.lookahead = LookAhead(optimizer) if correction == "lookahead" and grouped else None
+        self.lookahead = LookAhead(optimizer, self.parameters) if correction == "lookahead" and grouped else None
         self.held: int | None = None
         """the bitmap of parameters this worker holds, while it takes the state over; None: all of them"""
         self.epochs_ended = 0
@@ -82,19 +87,16 @@ class Training:
         """the last round the norm of whose mean gradient was taken, and that norm, squared"""
         self.weighed = (0, 0)
         """the last round after which a digest of a part of the weights was taken, and that digest"""
-        trained = {id(p) for p in self.parameters}
-        merged = self.buffers.identities()
-        self._constants: list[Tensor] = [p for p in model.parameters() if id(p) not in trained]
+        self._had_gradients = self._missed_gradients = 0
         # What is merged is made anew in each round from everybody's, and what the optimizer keeps shows in the weights.
-        watched = [*self.parameters, *self._constants]
-        self.fingerprint = Fingerprint(watched, parts=drift.PARTS, reduces=clip_norm is not None)
-        self._constants += [b for b in model.buffers() if id(b) not in merged]
+        self.fingerprint = Fingerprint(self.parameters, parts=drift.PARTS, reduces=clip_norm is not None)
+        merged = self.buffers.identities()
+        self._constants: list[Tensor] = [b for b in model.buffers() if id(b) not in merged]
         self.reference = float(reference)
         self._clip_norm = clip_norm
         self._moments = moments
         self._scheduler, self._schedule_by = scheduler, schedule_by
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._scale = _scale_of(self._scaler) if self._scaler else None
+        self.loss_scale = LossScale(scaler, optimizer) if scaler is not None and scaler.is_enabled() else None
         self._stepping = False
         self._hook = optimizer.register_step_pre_hook(self._own_step_only)
 
@@ -106,8 +108,8 @@ class Training:
         """Give the optimizer back to the script: plain weights, no hook, no views."""
         self.back()
         self._hook.remove()
-        for p in self.parameters:
-            p.grad = None
+        for index in self.trained.optimized:
+            self.parameters[index].grad = None
 
     @property
     def bits(self) -> int:
@@ -116,7 +118,7 @@ class Training:
 
     @property
     def scale(self) -> float:
-        return self._scale.scale if self._scale else 1.0
+        return self.loss_scale.value if self.loss_scale else 1.0
 
     @property
     def rate(self) -> float:
@@ -133,12 +135,56 @@ class Training:
 
         ``ready`` is told of each part of the gradients that is complete.
         """
-        self.gradients.check()
+        now = self.look()
+        self.check()
+        if self.loss_scale is not None:
+            self.loss_scale.refuse_scaled(loss)
+        self.gradients.admit(now)
         share = weight / self.reference
         scaled = loss if share == 1.0 else loss * share
         with self.gradients.watched(ready) if ready is not None else nullcontext():
-            (self._scaler.scale(scaled) if self._scaler else scaled).backward()
+            (self.loss_scale.scaled(scaled) if self.loss_scale else scaled).backward()
         self.gradients.accumulated()
+
+    def explain(self, error: BaseException) -> None:
+        """The script ends with ``error``: add what to do about it, where that is known here."""
+        if self.loss_scale is not None:
+            self.loss_scale.explain(error)
+
+    def check(self) -> None:
+        """Raise if the script has spoilt the gradients since the last ``backward``."""
+        if self.loss_scale is not None:
+            self.loss_scale.refuse_own_calls()
+        self.gradients.check()
+
+    # -- which parameters are trained
+
+    def look(self) -> bytes:
+        """The set of parameters that the script trains now (``core.trained``)."""
+        now = self.trained.look()
+        if len(self.gradients.optimized) != len(self.trained.optimized):
+            self.gradients.optimized = self.trained.optimized
+        return now
+
+    @property
+    def contributed(self) -> bytes:
+        """The set of parameters that the contribution in progress is for."""
+        return self.gradients.trained or self.look()
+
+    def adopt(self, agreed: bytes) -> list[int]:
+        """Train what the others have agreed on; the parameters that this optimizer lacks for it."""
+        lacking = self.trained.adopt(agreed) if agreed else []
+        self.look()
+        return lacking
+
+    def check_parameters(self, present: int) -> None:
+        """A contribution has gradients for ``present``; raise where the model was taken apart."""
+        self._had_gradients |= present
+        missing = self._had_gradients & ~present & ~self._missed_gradients
+        if missing:
+            # Once for each: a branch of the model may go unused now and then.
+            self._missed_gradients |= missing
+            self.trained.check()
 
     def unscale(self) -> float | None:
         """Take the loss scale out of the contribution; the squared norm of what is left, None where unknown."""
@@ -146,9 +192,9 @@ class Training:
         if filling is not None:
             filling.scale(1.0 / self.scale)
             return filling.squared_norm()
-        if self._scaler is None:
+        if self.loss_scale is None:
             return None
-        own = [p.grad for p in self.parameters if p.grad is not None]
+        own = self._own_gradients()
         torch._foreach_mul_(own, 1.0 / self.scale)
         return sum(float(norm) ** 2 for norm in torch._foreach_norm(own))
 
@@ -164,11 +210,12 @@ class Training:
             return
         filling = self.gradients.filling
         assert filling is not None
+        members = members_of(filling.members)
         if weight <= 0 or squared_norm is None:
-            self.lookahead.park(None, present, 0.0)
+            self.lookahead.park(None, present, 0.0, members)
             return
         mean = self.reference / weight
-        self.lookahead.park(filling.views, present, mean * self._clipped(math.sqrt(squared_norm) * mean))
+        self.lookahead.park(filling.views, present, mean * self._clipped(math.sqrt(squared_norm) * mean), members)
 
     def look_ahead(self, factor: float) -> None:
         """Move to where the update in flight will probably lead, if that has not been done."""
@@ -208,8 +255,10 @@ class Training:
         them; ``measures``: their norm is taken.
         """
         kept = False
+        self.trained.settle()
         self.follow_clip_norm(outcome.clip_norm)
         if outcome.applied:
+            present = self._without_untouched(outcome.touched, summed, present)
             takes = measures or self.takes_norm
             square = self._average(summed, self.reference / outcome.weight, measures=takes)
             self.grad_norm = math.nan if square is None else math.sqrt(square)
@@ -225,7 +274,22 @@ class Training:
             self.gradients.lose(summed)
         else:
             self.gradients.take_back(summed)
-        self.follow_scale(applied=outcome.applied)
+        self.follow_scale(applied=outcome.applied, finite=outcome.finite)
+
+    def _without_untouched(self, touched: bytes, summed: Buffer | None, present: int) -> int:
+        """Which gradients the update uses: none of parameters that some contribution was not computed for."""
+        if not touched:
+            return present
+        present &= (1 << len(self.parameters)) - 1
+        used = present & int.from_bytes(touched, "little")
+        if used != present:
+            unused = [index for index in range(len(self.parameters)) if (present ^ used) >> index & 1]
+            if summed is not None:
+                summed.leave_out(unused)
+            else:
+                for index in unused:
+                    self.parameters[index].grad = None
+        return used
 
     def follow_clip_norm(self, bound: float | None) -> None:
         """Take the bound on the gradient's norm that is in force; None: it is that of the beginning."""
@@ -250,7 +314,7 @@ class Training:
     # -- taking the state over
 
     def constants(self) -> list[Tensor]:
-        """Frozen parameters, and buffers that are never merged."""
+        """Buffers that are never merged."""
         return self._constants
 
     def scheduled(self) -> list[dict[str, Any]]:
@@ -263,6 +327,7 @@ class Training:
 
     def catch_up(self, gradients: dict[int, Tensor], factor: float, scheduled: list[dict[str, Any]] | None) -> None:
         """Make one past update of the parameters in ``gradients``; ``scheduled`` is what the schedule said then."""
+        self.trained.settle()
         before = [p.grad for p in self.parameters]
         now = [{name: group[name] for name in _SCHEDULED if name in group} for group in self.optimizer.param_groups]
         for index, p in enumerate(self.parameters):
@@ -280,20 +345,25 @@ class Training:
         for group, values in zip(self.optimizer.param_groups, hyper, strict=True):
             group.update(values)
 
-    def follow_scale(self, *, applied: bool) -> None:
-        """Move the loss scale as all workers do after a round."""
-        if self._scale is not None and self._scaler is not None:
-            self._scale = scaling.after(self._scale, finite=applied)
-            self._scaler.update(self._scale.scale)
+    def follow_scale(self, *, applied: bool, finite: bool) -> None:
+        """Move the loss scale as all workers do after a round; one that had no weight says nothing about it."""
+        if self.loss_scale is not None and (applied or not finite):
+            moved = self.loss_scale.follow(finite=finite)
+            if moved != 1.0 and self.gradients.filling is not None:
+                # A contribution that was begun before goes on after, and is divided by one scale.
+                self.gradients.filling.scale(moved)
+
+    def read_scale(self) -> None:
+        """The scaler has just been loaded with the leader's state."""
+        if self.loss_scale is not None:
+            self.loss_scale.read()
 
     def scale_state(self) -> list[float] | None:
-        return None if self._scale is None else list(dataclasses.astuple(self._scale))
+        return None if self.loss_scale is None else self.loss_scale.state()
 
     def take_scale(self, state: list[float] | None) -> None:
-        if state is not None and self._scale is not None and self._scaler is not None:
-            kinds = [type(value) for value in dataclasses.astuple(self._scale)]
-            self._scale = scaling.Scale(*(kind(value) for kind, value in zip(kinds, state, strict=True)))
-            self._scaler.update(self._scale.scale)
+        if state is not None and self.loss_scale is not None:
+            self.loss_scale.take(state)
 
     def _average(self, summed: Buffer | None, mean: float, *, measures: bool) -> float | None:
         """Turn sums into clipped means; the squared norm of the means before clipping, where it was taken."""
@@ -303,13 +373,18 @@ class Training:
                 square = summed.squared_norm() * mean * mean
             summed.scale(mean * (1.0 if square is None else self._clipped(math.sqrt(square))))
             return square
-        own = [p.grad for p in self.parameters if p.grad is not None]
+        own = self._own_gradients()
         if own and (measures or self._clip_norm is not None):
             square = sum(float(norm) ** 2 for norm in torch._foreach_norm(own)) * mean * mean
         scale = mean * (1.0 if square is None else self._clipped(math.sqrt(square)))
         if scale != 1.0 and own:
             torch._foreach_mul_(own, scale)
         return square
+
+    def _own_gradients(self) -> list[Tensor]:
+        """Without a group: what the optimizer will see."""
+        gradients = (self.parameters[index].grad for index in self.trained.optimized)
+        return [gradient for gradient in gradients if gradient is not None]
 
     def _hyper(self, factor: float) -> list[dict[str, Any]]:
         """What each parameter group is updated with: the schedule's rate times ``factor``; moments as the rule says."""
@@ -343,6 +418,7 @@ class Training:
     def evaluated(self, result: float) -> None:
         """A top-level ``evaluate`` is over; a schedule that follows results is stepped with it."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
+            self.trained.settle()
             self._scheduler.step(result)
 
     def end_epoch(self, epoch: int) -> None:
@@ -356,6 +432,7 @@ class Training:
     def _step_schedule(self) -> None:
         if self._scheduler is None:
             return
+        self.trained.settle()
         with warnings.catch_warnings():
             # A round the group skips advances the schedule without an optimizer step: intended here.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
@@ -383,12 +460,3 @@ class Training:
 
 def _held(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _scale_of(scaler: torch.amp.GradScaler) -> scaling.Scale:
-    return scaling.Scale(
-        scale=float(scaler.get_scale()),
-        growth_factor=float(scaler.get_growth_factor()),
-        backoff_factor=float(scaler.get_backoff_factor()),
-        growth_interval=int(scaler.get_growth_interval()),
-    )

@@ -89,6 +89,8 @@ class Reporter:
         self._joined = 0
         """those of them made before this worker came"""
         self._announced: journal.PolicyRecord | None = None
+        self._trained = b""
+        """the set of parameters agreed on before the next record"""
 
     def moved(self, link: Lines) -> None:
         """Back under a new name, over another line."""
@@ -140,6 +142,7 @@ class Reporter:
                 self._write(journal.PhaseEndRecord(phase.number, list(ledger.unspent(phase.ledger))))
         # A newcomer may not have seen it.
         self._announced = None
+        self._trained = group.trained
         self._link.sends_lines = sends
         if sends:
             self._link.send_lines_again()
@@ -167,8 +170,10 @@ class Reporter:
                 absent=[member for member, here in enumerate(present) if not here],
                 inner=bool(first.flags & Flag.INNER),
                 ready=[member for member, ticket in enumerate(openings) if ticket.flags & Flag.READY],
+                trained=_sets(self._trained, openings) if first.kind is Kind.TRAIN else [],
             )
         )
+        self._trained = group.trained
         if inside is None:
             self._write(journal.PhaseEndRecord(group.phases, [(0, first.length)] if first.length else []))
 
@@ -204,8 +209,10 @@ class Reporter:
                     scheduled_total=group.scheduled if group.scheduled != group.samples else None,
                     drift=_drift(outcome),
                     clip_norm=outcome.clip_norm,
+                    trained=_sets(self._trained, handed_in),
                 )
             )
+            self._trained = group.trained
         if outcome.ended:
             self._write(journal.PhaseEndRecord(outcome.phase, list(outcome.cut), outcome.result))
 
@@ -235,6 +242,13 @@ def _policy(group: Group, settings: dict[str, str], parameters: str) -> journal.
         parameters=parameters,
         updates_limit=group.updates_limit,
     )
+
+
+def _sets(agreed: bytes, tickets: Sequence[Ticket]) -> list[str]:
+    """The sets of parameters that these tickets carry, where one of those who have a say is not the agreed one."""
+    if all(ticket.trained == agreed or ticket.flags & Flag.FOLLOWING for ticket in tickets):
+        return []
+    return [ticket.trained.hex() for ticket in tickets]
 
 
 def _drift(outcome: Settled) -> journal.DriftLine | None:

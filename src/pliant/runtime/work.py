@@ -33,6 +33,12 @@ class Flight:
         """where they were computed"""
         self.gathered: tuple[list[Ticket], int] | None = None
         """the tickets, where they were gathered first"""
+        self.announced = False
+        """only the ticket is with the others: it says that this worker trains other parameters than were agreed on"""
+        self.squares = 0.0
+        """of such a contribution: the squared norm of its mean gradient; the bitmap of its gradients and buffers"""
+        self.bitmap = 0
+        self.weight = 0.0
         self.leaving = False
         """whether its ticket said that this worker draws no more"""
         self.closed = False

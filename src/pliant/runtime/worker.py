@@ -252,6 +252,7 @@ class Worker:
         """The script's loop body is next; with a contribution in flight it computes at the look-ahead point."""
         work = self._member.work
         self._following.take_users_state()
+        self.training.trained.settle()
         if self.group.phase.kind is Kind.TRAIN:
             work.drawn_since_update = True
             start = self._clock()
@@ -338,21 +339,36 @@ class Worker:
         part of them as soon as ``compute`` tells that it is complete.
         """
         gradients = self.training.gradients
-        if not (whole and self._hands_in_early()) or gradients.orderly is False:
-            compute(None)
-        elif gradients.orderly is None:
-            # The first time nobody relies on what it tells.
-            compute(lambda _: None)
-        else:
+        if whole and gradients.orderly and self._hands_in_early():
             self._member.work.contribution.add(weight, loss_sum)
             self._handing.hand_in_while(compute)
             return
+        # The first time nobody relies on what it tells.
+        tells = whole and gradients.orderly is None and self._hands_in_early()
+        try:
+            compute((lambda _: None) if tells else None)
+        except Exception:
+            # The script may catch it (out of memory) and go on: half a gradient must not.
+            self._leave_out()
+            raise
         self.contributed(weight, loss_sum)
+
+    def _leave_out(self) -> None:
+        """A backward pass has failed: what this worker has computed for the coming update has no part in it."""
+        self.training.gradients.discard()
+        self._member.work.contribution.leave_out()
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether the micro-batch that was drawn last is still part of what is accumulated here."""
+        return self._member.work.contribution.micro_batches > 0
 
     def _hands_in_early(self) -> bool:
         """Whether the micro-batch that was just drawn is the last one that a synchronous round waits for."""
         # An emulated device sleeps after the pass: its gradients would be there too soon.
         if self._slowdown > 0 or self._lookout.broken is not None or self.training.ahead or not self._handing.in_parts:
+            return False
+        if self.training.look() != self.group.trained or self._handing.changes_set:
             return False
         return self._speaks(self.group.phase.number) and self._bounds.last()
 

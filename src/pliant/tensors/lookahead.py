@@ -44,12 +44,16 @@ class LookAhead:
     the buffer that was handed in is being summed in place.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor] | None = None) -> None:
+        """``parameters``: those that bitmaps and gradients count; None: all of the optimizer's that are trained."""
         self._optimizer = optimizer
-        self._groups = optimizer.param_groups
-        self._parameters: list[Tensor] = [p for group in self._groups for p in group["params"] if p.requires_grad]
+        if parameters is None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._parameters = parameters
+        self._index = {id(p): index for index, p in enumerate(parameters)}
         self._peek = peek_for(optimizer)
-        self._copy: list[Tensor] = []
+        self._copy: dict[int, Tensor] = {}
+        """by parameter, of those whose gradients are summed"""
         self._parked: int | None = None
         self.due = False
         """a contribution was handed in: the next micro-batch is to be computed ahead"""
@@ -57,28 +61,44 @@ class LookAhead:
         """the model holds a look-ahead point now"""
 
     @torch.no_grad()
-    def park(self, gradients: Sequence[Tensor] | None, present: int, scale: float) -> None:
+    def park(
+        self,
+        gradients: Sequence[Tensor | None] | None,
+        present: int,
+        scale: float,
+        members: Sequence[int] | None = None,
+    ) -> None:
         """Remember where to go: this worker's own sums, ``scale`` turns them into the (clipped) mean.
 
         The model must hold the plain weights. None: nothing was contributed, the gradient counts as zero.
+        ``members``: the parameters that are laid out; None: all.
         """
         self.due = True
-        if not self._copy:
-            self._copy = [_like(p) for p in self._parameters]
+        self._make_room(range(len(self._parameters)) if members is None else members)
         if self._peek is None:
             # What the coming update moves away from; at a phase's start none comes, and there is nothing to repeat.
-            torch._foreach_copy_(self._copy, self._parameters)
+            torch._foreach_copy_(list(self._copy.values()), self._laid_out)
             return
         self._parked = None if gradients is None else present
         if gradients is not None:
-            for copy, gradient in zip(self._copy, gradients, strict=True):
+            for index, copy in self._copy.items():
+                gradient = gradients[index]
+                assert gradient is not None
                 torch.mul(gradient, scale, out=copy)
+
+    def _make_room(self, members: Sequence[int]) -> None:
+        if self._copy.keys() != set(members):
+            self._copy = {index: self._copy.get(index, _like(self._parameters[index])) for index in members}
+
+    @property
+    def _laid_out(self) -> list[Tensor]:
+        return [self._parameters[index] for index in self._copy]
 
     @torch.no_grad()
     def depart_from(self, weights: Sequence[Tensor]) -> None:
         """What was parked was parked at these weights; only where the last displacement is repeated does it matter."""
         if self.repeats:
-            torch._foreach_copy_(self._copy, list(weights))
+            torch._foreach_copy_(list(self._copy.values()), [weights[index] for index in self._copy])
 
     @property
     def repeats(self) -> bool:
@@ -96,13 +116,14 @@ class LookAhead:
         if self._peek is None:
             self._repeat_displacement()
             return
-        index = 0
-        for group, values in zip(self._groups, hyper, strict=True):
-            settings = {**group, **values, "lr": float(values["lr"])}
+        for group, values in zip(self._optimizer.param_groups, hyper, strict=True):
+            # Before torch 2.7 AdamW's groups do not say so themselves.
+            decoupled = isinstance(self._optimizer, AdamW) or group.get("decoupled_weight_decay", False)
+            settings = {**group, **values, "lr": float(values["lr"]), "decoupled": decoupled}
             for p in group["params"]:
-                if p.requires_grad:
+                index = self._index.get(id(p))
+                if index in self._copy:
                     self._go(self._peek, settings, index, p)
-                    index += 1
 
     def _go(self, peek: Peek, hyper: dict[str, Any], index: int, p: Tensor) -> None:
         """Swap the parked gradient for the plain weights and step ahead, piece by piece."""
@@ -116,7 +137,7 @@ class LookAhead:
                 peek(hyper, state, weights, own)
 
     def _repeat_displacement(self) -> None:
-        for p, before in zip(self._parameters, self._copy, strict=True):
+        for p, before in zip(self._laid_out, self._copy.values(), strict=True):
             ahead = p.detach() * 2 - before
             before.copy_(p)
             p.copy_(ahead)
@@ -126,13 +147,13 @@ class LookAhead:
         """Return to the plain weights, exactly."""
         self.due = False
         if self.away:
-            torch._foreach_copy_(self._parameters, self._copy)
+            torch._foreach_copy_(self._laid_out, list(self._copy.values()))
             self.away = False
 
     @torch.no_grad()
     def exchange(self) -> None:
         """Swap plain weights and look-ahead point in place; twice is nothing."""
-        for p, plain in zip(self._parameters, self._copy, strict=True):
+        for p, plain in zip(self._laid_out, self._copy.values(), strict=True):
             held = p.detach().clone()
             p.copy_(plain)
             plain.copy_(held)
@@ -185,7 +206,7 @@ def _peek_adam(group: dict[str, Any], state: dict[str, Any], p: Tensor, own: Ten
     gradient = torch.zeros_like(p) if own is None else own
     if group["maximize"]:
         gradient.neg_()
-    if decay and group.get("decoupled_weight_decay", False):
+    if decay and group["decoupled"]:
         p.mul_(1.0 - rate * decay)
     elif decay:
         gradient.add_(p, alpha=decay)

@@ -10,7 +10,7 @@ Source    torch's DistributedDataParallel sums buckets in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,16 +36,16 @@ class Part:
     members: tuple[int, ...]
 
 
-def cut(parameters: Sequence[Parameter], places: Sequence[tuple[int, int]]) -> list[Part]:
-    """The parts; ``places``: where each parameter begins and ends in the flat buffer of its dtype."""
-    if parameters[0].device.type != "cpu":
+def cut(parameters: Sequence[Parameter], places: Mapping[int, tuple[int, int]]) -> list[Part]:
+    """The parts; ``places``: where each parameter that is laid out begins and ends in the flat buffer of its dtype."""
+    if any(parameters[index].device.type != "cpu" for index in places):
         # There the norm of a part would hold up the pass. Unmeasured, so as it was: summed after the pass.
         return []
-    total = sum(p.numel() * p.element_size() for p in parameters)
+    total = sum(parameters[index].numel() * parameters[index].element_size() for index in places)
     enough = max(_LEAST_BYTES, total / _AT_MOST)
     by_dtype: dict[torch.dtype, list[int]] = {}
-    for index, p in enumerate(parameters):
-        by_dtype.setdefault(p.dtype, []).append(index)
+    for index in places:
+        by_dtype.setdefault(parameters[index].dtype, []).append(index)
     found: list[Part] = []
     for dtype, indexes in by_dtype.items():
         members: list[int] = []
@@ -93,7 +93,11 @@ def watched(parameters: Sequence[Parameter], parts: Sequence[Part], ready: Calla
     """Tell ``ready`` of each part that the backward pass in here completes."""
     part_of = {index: place for place, part in enumerate(parts) for index in part.members}
     backward = Pass(ready, [len(part.members) for part in parts], part_of)
-    hooks = [p.register_post_accumulate_grad_hook(partial(backward.got, index)) for index, p in enumerate(parameters)]
+    hooks = [
+        parameters[index].register_post_accumulate_grad_hook(partial(backward.got, index))
+        for index in part_of
+        if parameters[index].requires_grad
+    ]
     try:
         yield backward
     finally:

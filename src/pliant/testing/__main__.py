@@ -1,4 +1,4 @@
-"""``python -m pliant.testing``: many histories from many seeds.
+"""``python -m pliant.testing``: many histories from many seeds; ``… habits``: many training scripts.
 
 Question  Which seeds break an invariant, and how is one of them seen again?
 Holds     Every failure is printed with the exact command that replays it. The seeds are shared out over processes;
@@ -104,6 +104,11 @@ def simulate_in_processes(start: int, seeds: int, scene: str | None = None, proc
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 1 if a seed failed."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["habits"]:
+        from pliant.testing.habits import command
+
+        return command.main(words[1:])
     parser = argparse.ArgumentParser(prog="python -m pliant.testing", description="Histories from seeds.")
     parser.add_argument("--seeds", type=int, default=100, metavar="N")
     parser.add_argument("--start", type=int, default=0, metavar="S")
@@ -111,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", action="store_true", help="print everything that happens")
     parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(words)
     if given.trace:
         return _traced(range(given.start, given.start + given.seeds), given.scene)
     if given.part:

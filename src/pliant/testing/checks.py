@@ -293,11 +293,21 @@ class Checker:
                     positions = [p for start, stop in line.spans for p in range(start, stop)]
                     training.gradients.add(epochs[record.phase], positions)
                 filled = training.gradients.filling
-                training.apply(record, filled, filled.present)
+                training.apply(_Applied(record), filled, filled.present)
                 told = record.scheduled_total
                 before, scheduled = scheduled, float(record.samples_total) if told is None else told
                 training.advance_schedule(before, scheduled)
         return training
+
+
+class _Applied:
+    """A journaled round as ``Training.apply`` reads it."""
+
+    touched, finite = b"", True
+
+    def __init__(self, record: journal.RoundRecord) -> None:
+        self.applied, self.weight, self.factor = record.applied, record.weight, record.factor
+        self.round, self.clip_norm = record.round, record.clip_norm
 
 
 def _patience(group: Group) -> int:

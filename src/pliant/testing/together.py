@@ -18,7 +18,7 @@ from typing import Any
 from pliant.core.group import Group, founded
 from pliant.core.regrouping import Entry
 from pliant.core.rounds import Settled
-from pliant.core.tickets import Ticket
+from pliant.core.tickets import Kind, Ticket
 from pliant.errors import RunEnded
 from pliant.run import Run, join
 from pliant.runtime.membership import Membership, Offer, formed, taken_over
@@ -55,6 +55,8 @@ class Record:
     outcomes: list[Settled] = field(default_factory=list)
     tickets: list[list[Ticket]] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
+    overlaps: list[bool] = field(default_factory=list)
+    """whether the round's contributions were computed beside the sum before it"""
 
 
 class _Recorder:
@@ -63,6 +65,7 @@ class _Recorder:
     def __init__(self, record: Record, failed: threading.Event) -> None:
         self._record = record
         self._failed = failed
+        self._overlaps = False
 
     records = certain = 0
 
@@ -80,12 +83,15 @@ class _Recorder:
 
     def rewound(self, name: str, records: int, worker: str, round_: int) -> None: ...
 
-    def opened(self, group: Group, openings: list[Ticket]) -> None: ...
+    def opened(self, group: Group, openings: list[Ticket]) -> None:
+        self._overlaps = group.overlaps(Kind.TRAIN)
 
     def settled(self, group: Group, outcome: Settled, handed_in: list[Ticket], rate: float) -> None:
         self._record.outcomes.append(outcome)
         self._record.tickets.append(handed_in)
         self._record.rates.append(rate)
+        self._record.overlaps.append(self._overlaps)
+        self._overlaps = group.overlaps(Kind.TRAIN)
 
 
 class Together:

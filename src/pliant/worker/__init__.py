@@ -1,1 +1,1 @@
-"""What belongs to one worker's side of a run: what it does around the group's exchanges, and for its script."""
+"""One training process: what it does with the user's model, optimizer and script."""

@@ -1,0 +1,302 @@
+"""The same training by hand, in plain PyTorch.
+
+Question  Which weights does a script end with, going by the samples of each round and nothing else?
+Holds     Nothing of Pliant's numerics is used: plain autograd and torch's own optimizers. Of the run this is taken:
+          which micro-batches made up each round, at which point each was computed, and the factor of its rate.
+Source    ours; the look-ahead: PAPERS §3, a step of a copied optimizer on the worker's own mean gradient.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from pliant import data
+from pliant.core.rounds import Settled
+from pliant.core.tickets import Kind, Point, Ticket
+from pliant.testing.habits.kit import Kit, Samples, change, kit_of
+from pliant.testing.habits.script import TESTED, Diary, Drawn
+from pliant.testing.habits.values import Habits
+from pliant.testing.together import Record
+
+_KEPT = 4
+"""Versions of the weights: a contribution is at most one round old, a repeated step begins one earlier."""
+
+
+class Mismatch(AssertionError):
+    """A run did something else than its script says."""
+
+
+@dataclass
+class Sum:
+    """Σ weight·gradient of some micro-batches, by the name of the parameter, and Σ weight."""
+
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weight: float = 0.0
+    infinite: bool = False
+
+    def add(self, other: Sum) -> None:
+        for name, gradient in other.gradients.items():
+            self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient
+        self.weight += other.weight
+        self.infinite = self.infinite or other.infinite
+
+    def only(self, names: frozenset[str]) -> Sum:
+        """Of these parameters."""
+        kept = {name: gradient for name, gradient in self.gradients.items() if name in names}
+        return Sum(kept, self.weight, self.infinite)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the run says of one."""
+
+    outcome: Settled
+    tickets: Sequence[Ticket]
+    rate: float
+    overlaps: bool
+
+
+class Reference:
+    """A training computed again, round by round."""
+
+    def __init__(self, habits: Habits, diaries: Sequence[Diary], record: Record) -> None:
+        self.kit = kit_of(habits, 0)
+        self._habits = habits
+        self._diaries = diaries
+        told = zip(record.outcomes, record.tickets, record.rates, record.overlaps, strict=True)
+        self._rounds = [Round(*each) for each in told if each[0].kind is Kind.TRAIN]
+        self._phases = sorted({each.outcome.phase for each in self._rounds})
+        """every epoch has one; who goes along does not name the epoch in its ticket"""
+        self._samples = Samples(habits, habits.samples)
+        self._fronts: dict[tuple[int, int], int] = {}
+        self._versions: dict[int, Kit] = {}
+        self._factors = {0: 1.0}
+        self._handed_in: dict[int, tuple[Sum, Point]] = {}
+        self._changed = 0
+        self._agreed = frozenset[str]()
+        """what the group trains"""
+        self._names = self._numbered()
+        self._seen = 0
+        self._results = 0
+
+    def run(self) -> Kit:
+        """All rounds; raises ``Mismatch`` where the run's own account of itself does not hold."""
+        self._keep(0)
+        for place, told in enumerate(self._rounds):
+            outcome = told.outcome
+            if place == 0 or self._rounds[place - 1].outcome.phase != outcome.phase:
+                self._open(self._phases.index(outcome.phase))
+            self._round(told)
+            ends = place + 1 == len(self._rounds) or self._rounds[place + 1].outcome.phase != outcome.phase
+            if ends and self._habits.schedule == "epoch":
+                step_schedule(self.kit)
+            self._do_changes(outcome.round)
+            self._keep(outcome.round)
+            self._compare_results(outcome.round)
+        return self.kit
+
+    def _keep(self, number: int) -> None:
+        self._versions[number] = self.kit.twin()
+        self._versions.pop(number - _KEPT, None)
+
+    def _do_changes(self, number: int) -> None:
+        for at, event in self._diaries[0].changes[self._changed :]:
+            if at > number:
+                break
+            change(self.kit, event)
+            self._changed += 1
+
+    # -- what is trained
+
+    def _numbered(self) -> list[str]:
+        """The parameters as tickets count them: the optimizer's, then those that only the model has."""
+        names = {id(p): name for name, p in self.kit.named()}
+        held = [p for group in self.kit.optimizer.param_groups for p in group["params"]]
+        return list(dict.fromkeys(names[id(p)] for p in (*held, *self.kit.model.parameters())))
+
+    def _set(self, ticket: Ticket) -> frozenset[str]:
+        bits = int.from_bytes(ticket.trained, "little")
+        return frozenset(name for number, name in enumerate(self._names) if bits >> number & 1)
+
+    def _open(self, epoch: int) -> None:
+        """Where a loop begins, what all train counts at once."""
+        sets = {diary.opened[epoch] for diary in self._diaries}
+        if len(sets) == 1:
+            self._agreed = sets.pop()
+
+    def _layout(self, told: Round) -> frozenset[str]:
+        """What this round is summed for; with an overlap a change counts one round later."""
+        sets = {self._set(ticket) for ticket in told.tickets}
+        before = self._agreed
+        if len(sets) == 1:
+            self._agreed = next(iter(sets))
+        return before if told.overlaps else self._agreed
+
+    # -- one round
+
+    def _round(self, told: Round) -> None:
+        outcome, total, samples = told.outcome, Sum(), 0
+        layout = touched = self._layout(told)
+        failed = False
+        for member, ticket in enumerate(told.tickets):
+            part = self._drawn(member, outcome, ticket)
+            own = self._contribution(member, outcome.round, part, ticket.point).only(layout)
+            self._handed_in[member] = own, ticket.point
+            total.add(own)
+            samples += sum(len(drawn.indices) for drawn in part)
+            for drawn in part:
+                touched &= drawn.trained
+                failed = failed or drawn.failed
+        applied = total.weight > 0 and not total.infinite
+        if failed and self._habits.wide and not outcome.applied:
+            # Its ticket was with the others already when the pass failed: all do without the round.
+            applied = False
+        _check(outcome.batch == samples, f"round {outcome.round} says {outcome.batch} samples, it has {samples}")
+        _check(outcome.applied == applied, f"round {outcome.round}: applied is {outcome.applied}")
+        self._factors[outcome.round] = outcome.factor
+        rate = self.kit.optimizer.param_groups[0]["lr"] * outcome.factor
+        _close(told.rate, rate, f"the rate of round {outcome.round}")
+        if applied:
+            update(self.kit, total.only(touched), outcome.factor)
+        self._advance(samples)
+
+    def _advance(self, samples: int) -> None:
+        before, self._seen = self._seen, self._seen + samples
+        if self._habits.schedule in ("batch", "cycle"):
+            for _ in range(self._seen // self._habits.batch - before // self._habits.batch):
+                step_schedule(self.kit)
+
+    def _drawn(self, member: int, outcome: Settled, ticket: Ticket) -> list[Drawn]:
+        """The micro-batches of a contribution, which must be those of its ticket and of the ledger."""
+        epoch = self._phases.index(outcome.phase)
+        front = self._fronts.get((member, epoch), 0)
+        part = self._diaries[member].drawn.get(epoch, [])[front : front + ticket.micro_batches]
+        self._fronts[member, epoch] = front + ticket.micro_batches
+        order = data.epoch_order(None, 0, epoch, self._habits.samples)
+        said = [int(order[position]) for start, stop in outcome.spans[member] for position in range(start, stop)]
+        drew = [index for drawn in part for index in drawn.indices]
+        _check(said == drew, f"round {outcome.round}: worker {member} drew {drew}, the ledger says {said}")
+        return part
+
+    def _contribution(self, member: int, number: int, part: Sequence[Drawn], point: Point) -> Sum:
+        """Computed where its ticket says it was."""
+        if not part:
+            return Sum()
+        if self._habits.delay == 0 or self._habits.workers == 1:
+            at = point.early_round, point.ahead, point.early
+            _check(at == (number - 1, False, len(part)), f"round {number}: worker {member} computed at {point}")
+        _check(point.early_round >= number - 2, f"round {number}: worker {member} computed at {point}")
+        early, own = self._point(member, point), Sum()
+        for place, drawn in enumerate(part):
+            # What a failed pass leaves behind is of no use, nor is what was added up before it.
+            own = Sum() if drawn.failed else own
+            if not drawn.failed:
+                own.add(self._gradient(early if place < point.early else self._versions[point.late_round], drawn))
+        return own
+
+    def _point(self, member: int, point: Point) -> Kit:
+        plain = self._versions[point.early_round]
+        if not point.ahead:
+            return plain
+        before, handed = self._handed_in[member]
+        if self._habits.optimizer in ("sgd", "adam", "adamw"):
+            return ahead(plain, before, self._factors[point.early_round])
+        return repeated(plain, plain if handed.fresh else self._versions[point.early_round - 1])
+
+    def _gradient(self, kit: Kit, drawn: Drawn) -> Sum:
+        if drawn.infinite:
+            return Sum(weight=drawn.weight, infinite=True)
+        wanted = [(name, p) for name, p in kit.named() if name in drawn.trained]
+        for _, p in wanted:
+            p.requires_grad_(True)
+        loss, weight = kit.loss(self._samples.batch(drawn.indices))
+        found = torch.autograd.grad(loss, [p for _, p in wanted], allow_unused=True)
+        gradients = {name: g * weight for (name, _), g in zip(wanted, found, strict=True) if g is not None}
+        return Sum(gradients, weight)
+
+    # -- evaluate
+
+    def _compare_results(self, number: int) -> None:
+        """What ``evaluate`` has said at this update; running statistics are the group's own affair."""
+        results = self._diaries[0].results
+        while self._results < len(results) and results[self._results][0] <= number:
+            if not self._habits.norm:
+                self._compare_result(results[self._results][1], number)
+            self._results += 1
+
+    @torch.no_grad()
+    def _compare_result(self, result: float, number: int) -> None:
+        tests = Samples(self._habits, TESTED, seed=2)
+        self.kit.model.eval()
+        x, y, _, index = tests.batch(tuple(range(TESTED)))
+        out = self.kit.model(x, index)
+        logits = out if self.kit.head is None else self.kit.head(out)
+        self.kit.model.train()
+        _close(result, float(torch.nn.functional.cross_entropy(logits, y)), f"evaluate after round {number}", 1e-4)
+
+
+def update(kit: Kit, total: Sum, factor: float) -> None:
+    """One optimizer step on the mean gradient, clipped by torch's own function."""
+    mean = {name: gradient / total.weight for name, gradient in total.gradients.items()}
+    _step(kit, mean, factor)
+
+
+def step_schedule(kit: Kit) -> None:
+    """One step of the scheduler, which may come before the first update where that is skipped."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        kit.scheduler.step()
+
+
+def ahead(plain: Kit, own: Sum, factor: float) -> Kit:
+    """After a real step of a copied optimizer on a worker's own mean gradient; without one, where momentum leads."""
+    kit = plain.twin()
+    if own.weight > 0 and not own.infinite:
+        update(kit, own, factor)
+        return kit
+    moving = {name: torch.zeros_like(p) for name, p in kit.named() if _moves(kit, p)}
+    _step(kit, moving, factor)
+    return kit
+
+
+@torch.no_grad()
+def repeated(plain: Kit, before: Kit) -> Kit:
+    """The last displacement made once more."""
+    kit = plain.twin()
+    for (_, p), (_, now), (_, then) in zip(kit.named(), plain.named(), before.named(), strict=True):
+        p.copy_(now * 2 - then)
+    return kit
+
+
+def _moves(kit: Kit, p: Parameter) -> bool:
+    return any(isinstance(value, Tensor) for value in kit.optimizer.state.get(p, {}).values())
+
+
+def _step(kit: Kit, mean: dict[str, Tensor], factor: float) -> None:
+    parameters = dict(kit.named())
+    for name, p in parameters.items():
+        p.grad = mean.get(name)
+    if kit.habits.clip is not None:
+        torch.nn.utils.clip_grad_norm_(parameters.values(), kit.habits.clip)
+    rates = [group["lr"] for group in kit.optimizer.param_groups]
+    for group, rate in zip(kit.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate * factor
+    kit.optimizer.step()
+    for group, rate in zip(kit.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    kit.optimizer.zero_grad(set_to_none=True)
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise Mismatch(message)
+
+
+def _close(given: float, expected: float, what: str, tolerance: float = 1e-9) -> None:
+    _check(abs(given - expected) <= tolerance * (1 + abs(expected)), f"{what} is {given}, it should be {expected}")

@@ -1,0 +1,127 @@
+"""How scripts are drawn.
+
+Question  Which scripts are worth running?
+Holds     Every drawn script is one that a user may write: it is right, or refused at once. Needs hypothesis, a
+          dependency of development only.
+Source    ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from pliant.testing.habits.values import Event, Fault, Habits, Model, What
+
+_EXACT = ("sgd", "adam", "adamw")
+_EVENTS: tuple[What, ...] = get_args(What)
+
+NOT_YET: dict[str, Callable[[Habits], Habits]] = {
+    "evaluate twice": lambda habits: _once(_without(habits, "evaluate twice"), "evaluate"),
+    "ema of statistics": lambda habits: replace(habits, ema=False) if habits.norm else habits,
+}
+"""what is wrong today, and how a script does without it"""
+
+
+@st.composite
+def habits(draw: Any, *, processes: bool = False) -> Habits:
+    """A script; ``processes``: one that is run with a coordinator."""
+    workers = draw(st.sampled_from((2, 3) if processes else (1, 2, 2, 3, 3, 4)))
+    drawn = Habits(
+        **draw(_models()),
+        **draw(_optimizers()),
+        **draw(_loops(workers)),
+        sizes=tuple(draw(st.lists(st.integers(1, 6), min_size=workers, max_size=workers))),
+        paces=tuple(draw(st.lists(st.sampled_from((1.0, 0.5, 0.25)), min_size=workers, max_size=workers))),
+        events=tuple(draw(_events(workers))),
+    )
+    if processes:
+        drawn = replace(_without(drawn, "break alone"), **draw(_processes(workers)))
+    if drawn.schedule in ("batch", "cycle"):
+        # torch's own schedulers do not know a group that comes later.
+        drawn = _without(drawn, "add group")
+    for without in NOT_YET.values():
+        drawn = without(drawn)
+    return drawn
+
+
+def _without(habits: Habits, *what: What) -> Habits:
+    return replace(habits, events=tuple(event for event in habits.events if event.what not in what))
+
+
+def _once(habits: Habits, what: What) -> Habits:
+    first = next((event for event in habits.events if event.what == what), None)
+    return replace(habits, events=tuple(event for event in habits.events if event.what != what or event is first))
+
+
+@st.composite
+def _processes(draw: Any, workers: int) -> dict[str, Any]:
+    """Long enough for something to happen in it."""
+    fault = st.builds(
+        Fault, at=st.integers(1, 12), worker=st.integers(0, workers - 1), signal=st.sampled_from(("kill", "term"))
+    )
+    return {
+        "samples": draw(st.integers(40, 120)),
+        "epochs": draw(st.integers(2, 4)),
+        "loaders": draw(st.integers(0, 1)),
+        "faults": tuple(draw(st.lists(fault, max_size=min(2, workers - 1), unique_by=lambda fault: fault.worker))),
+    }
+
+
+@st.composite
+def _models(draw: Any) -> dict[str, Any]:
+    model = draw(st.sampled_from((*get_args(Model), "cnn")))
+    return {
+        "model": model,
+        "norm": draw(st.booleans()),
+        "channels_last": model == "cnn" and draw(st.integers(0, 2)) < 2,
+        "wide": draw(st.integers(0, 5)) == 1,
+        "float32": draw(st.integers(0, 5)) == 1,
+    }
+
+
+@st.composite
+def _optimizers(draw: Any) -> dict[str, Any]:
+    optimizer = draw(st.sampled_from((*_EXACT, "rmsprop", "adagrad")))
+    chosen: dict[str, Any] = {
+        "optimizer": optimizer,
+        "decay": draw(st.sampled_from((0.0, 0.01))),
+        "maximize": draw(st.booleans()),
+        "groups": draw(st.booleans()),
+        "kernel": draw(st.sampled_from(("", "foreach") if optimizer == "rmsprop" else ("", "foreach", "fused"))),
+        "clip": draw(st.sampled_from((None, 0.05))),
+        "schedule": draw(st.sampled_from(("", "batch", "cycle", "epoch"))),
+    }
+    if optimizer in ("sgd", "rmsprop"):
+        chosen["momentum"] = draw(st.sampled_from((0.0, 0.9)))
+    if optimizer == "sgd" and chosen["momentum"]:
+        chosen["nesterov"] = draw(st.booleans())
+        chosen["dampening"] = 0.0 if chosen["nesterov"] else draw(st.sampled_from((0.0, 0.3)))
+    if optimizer in ("adam", "adamw"):
+        chosen["amsgrad"] = draw(st.booleans())
+    return chosen
+
+
+@st.composite
+def _loops(draw: Any, workers: int) -> dict[str, Any]:
+    return {
+        "samples": draw(st.integers(8 * workers, 40)),
+        "epochs": draw(st.integers(1, 2)),
+        "batch": draw(st.integers(2 * workers, 16)),
+        "floating": draw(st.integers(0, 3)) == 1,
+        "delay": draw(st.sampled_from((0, 1, "auto"))),
+        "correction": draw(st.sampled_from(("lookahead", "none"))),
+        "scaler": draw(st.integers(0, 4)) == 1,
+        "ema": draw(st.integers(0, 3)) == 1,
+        "tokens": draw(st.booleans()),
+        "evaluates": draw(st.booleans()),
+    }
+
+
+@st.composite
+def _events(draw: Any, workers: int) -> list[Event]:
+    one = st.builds(Event, at=st.integers(0, 8), what=st.sampled_from(_EVENTS), place=st.integers(0, workers - 1))
+    return [draw(one) for _ in range(draw(st.sampled_from((0, 1, 2, 3, 4))))]

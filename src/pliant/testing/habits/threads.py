@@ -1,0 +1,93 @@
+"""A script in threads, and what must come of it.
+
+Question  Does Pliant train as the script says, alone and in a group?
+Holds     Always: the same state on all workers bit for bit, each sample once per epoch or cut by a break. The weights
+          are those of a plain PyTorch loop over the same rounds.
+Source    ours; invariants 2, 3, 4 and 7 of the design.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pliant.core.rounds import Settled
+from pliant.core.tickets import Kind
+from pliant.testing.habits.kit import kit_of
+from pliant.testing.habits.reference import Mismatch, Reference
+from pliant.testing.habits.script import Diary, Script
+from pliant.testing.habits.values import Habits
+from pliant.testing.together import Record, Together, together
+
+LIMIT_S = 60.0
+"""Far above what any of these takes; only a hang reaches it."""
+
+
+def checked(habits: Habits, directory: Path) -> None:
+    """Run the script; raises ``Mismatch`` where the outcome is not as it must be, or what the script raised."""
+    diaries, records = ran(habits, directory)
+    compare_workers(diaries, records)
+    count_positions(habits, records[0].outcomes)
+    expected = Reference(habits, diaries, records[0]).run()
+    tolerance = 2e-3 if habits.float32 or habits.model == "mixed" else 1e-6
+    for name, p in expected.named():
+        kept = name if name.startswith("outside.") else f"model.{name}"
+        compare(kept, diaries[0].state[kept], p.detach(), tolerance)
+
+
+def ran(habits: Habits, directory: Path) -> tuple[list[Diary], list[Record]]:
+    """What every worker did and settled."""
+    # torch's generators belong to the process: made one after the other, each with other weights.
+    kits = [kit_of(habits, place) for place in range(habits.workers)]
+
+    def script(handle: Together) -> tuple[Diary, Record]:
+        return Script(kits[handle.place], handle.place, handle.join, directory).train(), handle.record
+
+    paces = habits.paces if len(habits.paces) == habits.workers else None
+    results: list[Any] = together(habits.workers, script, paces=paces, timeout_s=LIMIT_S)
+    return [diary for diary, _ in results], [record for _, record in results]
+
+
+def compare_workers(diaries: Sequence[Diary], records: Sequence[Record]) -> None:
+    """The same rounds, results, changes and final state everywhere."""
+    first, record = diaries[0], records[0]
+    for place, (diary, other) in enumerate(zip(diaries[1:], records[1:], strict=True), start=1):
+        if other.outcomes != record.outcomes:
+            raise Mismatch(f"worker {place} settled other rounds than worker 0")
+        here, there = dict(diary.results), dict(first.results)
+        if any(here[number] != there[number] for number in here.keys() & there.keys()):
+            raise Mismatch(f"worker {place} evaluated {diary.results}, worker 0 {first.results}")
+        if diary.changes != first.changes:
+            raise Mismatch(f"worker {place} changed {diary.changes}, worker 0 {first.changes}")
+        if diary.state.keys() != first.state.keys():
+            raise Mismatch(f"worker {place} has {sorted(diary.state.keys() ^ first.state.keys())} more or less")
+        for name, value in first.state.items():
+            if not torch.equal(value, diary.state[name]):
+                largest = (value - diary.state[name]).abs().max()
+                raise Mismatch(f"{name} differs between worker {place} and worker 0 by {float(largest):.3g}")
+
+
+def count_positions(habits: Habits, outcomes: Sequence[Settled]) -> None:
+    """Each position of a phase once: in a round, or cut."""
+    phases = sorted({outcome.phase for outcome in outcomes if outcome.kind is Kind.TRAIN})
+    if len(phases) != habits.epochs:
+        raise Mismatch(f"there were {len(phases)} loops over batches, the script has {habits.epochs}")
+    for phase in phases:
+        rounds = [outcome for outcome in outcomes if outcome.phase == phase]
+        spent = [span for outcome in rounds for member in outcome.spans for span in member]
+        cut = [span for outcome in rounds for span in outcome.cut]
+        if cut and not habits.does("break", "break alone"):
+            raise Mismatch(f"positions {cut} were cut though nobody broke the loop")
+        positions = sorted(position for start, stop in (*spent, *cut) for position in range(start, stop))
+        if positions != list(range(habits.samples)):
+            raise Mismatch(f"phase {phase} went over positions {positions} of {habits.samples}")
+
+
+def compare(name: str, given: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Equal up to rounding."""
+    if not torch.allclose(given, expected, rtol=tolerance, atol=tolerance):
+        largest = float((given - expected).abs().max())
+        raise Mismatch(f"{name} is off plain PyTorch by {largest:.3g}")

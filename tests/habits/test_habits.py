@@ -1,0 +1,108 @@
+"""Drawn training scripts end as plain PyTorch does, with the same state on all workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+
+from habits.kept import KEPT
+from pliant.runtime.update import Training
+from pliant.tensors import lookahead
+from pliant.testing.habits import Event, Habits, command, packed, strategies, threads, unpacked
+from pliant.testing.habits.reference import Mismatch
+from pliant.testing.habits.shrinking import shrunk
+
+# Threads share the filters of warnings: a group that skips its first round advances the schedule before an update.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads of torch would fight with the threads of the group."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check(habits: Habits, directory: Path) -> None:
+    try:
+        threads.checked(habits, directory)
+    except Exception as error:
+        error.add_note(f"{habits}\n{command.again(habits)} --shrink")
+        raise
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("habits")
+
+
+@settings(max_examples=200, phases=[Phase.generate])
+@given(strategies.habits())
+def test_drawn_scripts(directory: Path, habits: Habits) -> None:
+    check(habits, directory)
+
+
+@pytest.mark.parametrize("habits", KEPT, ids=packed)
+def test_scripts_that_failed_once(directory: Path, habits: Habits) -> None:
+    check(habits, directory)
+
+
+@given(strategies.habits())
+def test_a_script_is_its_json(habits: Habits) -> None:
+    assert unpacked(packed(habits)) == habits
+
+
+GROUP = Habits(optimizer="adam", epochs=2, sizes=(4, 2, 3), delay=1)
+
+
+def test_a_wrong_gradient_is_found(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    average = Training._average
+    monkeypatch.setattr(
+        Training, "_average", lambda self, summed, mean, **options: average(self, summed, mean * 1.01, **options)
+    )
+    with pytest.raises(Mismatch, match="off plain PyTorch"):
+        threads.checked(Habits(sizes=(4, 2)), directory)
+
+
+def test_a_wrong_look_ahead_is_found(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookahead, "_peek_adam", lambda *arguments: None)
+    with pytest.raises(Mismatch, match="off plain PyTorch"):
+        threads.checked(GROUP, directory)
+
+
+def test_other_weights_on_one_worker_are_found(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimize, lock, first = Training._optimize, threading.Lock(), list[Training]()
+
+    def spoilt(self: Training, factor: float) -> None:
+        optimize(self, factor)
+        with lock:
+            first.append(self)
+        if self is first[0]:
+            with torch.no_grad():
+                self.parameters[0].mul_(1 + 1e-12)
+
+    monkeypatch.setattr(Training, "_optimize", spoilt)
+    with pytest.raises(Mismatch, match="differs between"):
+        threads.checked(Habits(sizes=(4, 2)), directory)
+
+
+def test_the_plainest_failing_script_is_found() -> None:
+    large = Habits(
+        model="cnn",
+        norm=True,
+        optimizer="adamw",
+        sizes=(4, 2, 3),
+        paces=(1.0, 0.5, 1.0),
+        delay=1,
+        events=(Event(2, "save"), Event(3, "inf", 2)),
+    )
+    assert shrunk(large, lambda plainer: plainer.model == "cnn" and plainer.does("inf")) == Habits(
+        model="cnn", events=(Event(3, "inf"),)
+    )

@@ -1,0 +1,35 @@
+"""Drawn training scripts as real processes, with workers killed and sent away: audited, and computed again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from running import processes_in
+
+from habits.kept import KEPT_PROCESSES
+from pliant.testing.habits import Habits, command, processes
+
+pytestmark = pytest.mark.slow
+
+SCRIPTS, SEED = 20, 0
+
+
+def check(habits: Habits, directory: Path) -> None:
+    try:
+        processes.checked(habits, directory)
+    except Exception as error:
+        error.add_note(f"{habits}\n{command.again(habits, processes.checked)}")
+        raise
+    finally:
+        assert not processes_in(directory), "a process was left behind"
+
+
+@pytest.mark.parametrize("habits", command.drawn(SCRIPTS, SEED, processes=True), ids=range(SCRIPTS))
+def test_drawn_scripts(tmp_path: Path, habits: Habits) -> None:
+    check(habits, tmp_path)
+
+
+@pytest.mark.parametrize("habits", KEPT_PROCESSES)
+def test_scripts_that_failed_once(tmp_path: Path, habits: Habits) -> None:
+    check(habits, tmp_path)

@@ -1,0 +1,131 @@
+"""Layers that are frozen, unfrozen and added while workers come, go and are lost, as real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import textwrap
+
+import pytest
+from running import QUICK, Launcher, Running, gone
+
+pytestmark = pytest.mark.slow
+
+PRELUDE = QUICK
+
+SCRIPT = """
+    import os, sys, time
+    from pathlib import Path
+    import torch
+    from torch import nn
+    import torch.nn.functional as F
+    import pliant
+
+    delay, optimizer, memory = sys.argv[1] if sys.argv[1] == "auto" else int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    torch.manual_seed(0)
+    samples = [(torch.randn(3, 6, 6), i % 3) for i in range(240)]
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
+    )
+    if memory == "channels_last":
+        model = model.to(memory_format=torch.channels_last)
+    head = nn.Parameter(torch.randn(3, 3))
+    outer = [*model[0].parameters(), *model[1].parameters(), *model[6].parameters(), head]
+    if optimizer == "adamw":
+        optimizer = torch.optim.AdamW(outer, lr=0.01, fused=memory == "channels_last")
+    else:
+        optimizer = torch.optim.SGD(outer, lr=0.02, momentum=0.9)
+    print("pid", os.getpid(), flush=True)
+
+    def change(number):
+        if number == 0:
+            model[0].requires_grad_(False)
+        elif number == 1:
+            optimizer.add_param_group({"params": list(model[3].parameters()), "lr": 0.005})
+        elif number == 2:
+            model[0].requires_grad_(True)
+        elif number == 3:
+            for p in model[1].parameters():
+                p.requires_grad, p.grad = False, None
+
+    def correct(batch):
+        return (model(batch[0]) @ head).argmax(1).eq(batch[1]).sum(), len(batch[1])
+
+    def enough(batch):
+        # A replay finds what the run has found.
+        if "PLIANT_WORKER" in os.environ:
+            Path(f"enough-{run.round}").write_text(str(float(os.path.exists("enough"))))
+        return float(Path(f"enough-{run.round}").read_text()), 1
+
+    state = {"changes": 0, "last": 0}
+    settings = dict(delay=delay, dead_after=5.0, checkpoint="kept", checkpoint_every=0.3)
+    with pliant.join(model, optimizer, batch=24, state=state, **settings) as run:
+        drew = False
+        for epoch in run.epochs(100_000):
+            if epoch == 1:
+                model[6].bias.requires_grad_(False)
+            for x, y in run.batches(samples, size=6):
+                time.sleep(0.005)
+                if not drew:
+                    drew = print("drew", run.worker, flush=True) or True
+                if memory == "channels_last":
+                    x = x.to(memory_format=torch.channels_last)
+                run.backward(F.cross_entropy(model(x) @ head, y))
+                if run.step() and state["changes"] < 4 and run.round >= state["last"] + 7:
+                    change(state["changes"])
+                    state["changes"] += 1
+                    state["last"] = run.round
+                    print("changed", state["changes"], run.worker, run.round, flush=True)
+            run.evaluate(correct, samples, size=80)
+            if run.evaluate(enough, [0], size=1):
+                break
+        weights = [float(p.detach().double().abs().sum()) for p in [*model.parameters(), head]]
+        needs = "".join(str(int(p.requires_grad)) for p in [*model.parameters(), head])
+        print("end", repr(sum(weights)), needs, len(optimizer.param_groups), state["changes"], flush=True)
+"""
+
+CASES = [("0", "sgd", "contiguous"), ("1", "adamw", "channels_last"), ("auto", "sgd", "contiguous")]
+
+
+def begun(launch: Launcher, case: tuple[str, str, str], workers: int) -> Running:
+    (launch.directory / "train.py").write_text(launch.prelude + textwrap.dedent(SCRIPT))
+    return launch.command("run", "-n", str(workers), "--dir", "job", "train.py", *case)
+
+
+def same_end(launch: Launcher, run: Running, ends: int) -> None:
+    (launch.directory / "enough").touch()
+    assert run.wait() == 0, run.output
+    said = {line.partition("] end ")[2] for line in run.lines if "] end " in line}
+    assert len(said) == 1, said
+    assert said.pop().split()[1:] == ["110011101", "2", "4"], run.output
+    assert sum("] end " in line for line in run.lines) >= ends, run.output
+    assert "bad memory" not in run.output
+    audit = launch.command("audit", "job")
+    assert audit.wait() == 0, audit.output
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_newcomers_train_what_the_others_train(launch: Launcher, case: tuple[str, str, str]) -> None:
+    """One is killed and comes back after the second change, one more joins after the last."""
+    run = begun(launch, case, 2)
+    pids = [int(run.until("pid ").rpartition(" ")[2]) for _ in range(2)]
+    run.until("changed 2", times=2)
+    os.kill(pids[1], signal.SIGKILL)
+    gone(pids[1])
+    run.until("drew w1.2")
+    run.printed("changed 4")
+    assert launch.command("scale", "3", "--dir", "job").wait() == 0
+    run.until("drew w2")
+    same_end(launch, run, ends=3)
+    again = launch.python(
+        "-W",
+        "error",
+        "-c",
+        "from pliant.ui.cli import main; main()",
+        "replay",
+        "job",
+        "train.py",
+        *case,
+        OMP_NUM_THREADS="1",
+    )
+    assert again.wait() == 0, again.output
