@@ -35,6 +35,7 @@ from pliant.tensors import weights
 from pliant.tensors.randomness import MICRO_BATCH, seed_everything, stream
 from pliant.types import WorkerId
 from pliant.worker import measures, outputs, predictions
+from pliant.worker.hooks import OnRoster, OnUpdate
 from pliant.worker.other_optimizers import OtherOptimizers, check_not_joined
 
 _LOADER_OPTIONS = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "timeout", "worker_init_fn")
@@ -192,7 +193,7 @@ class Run:
         self._left: int | None = None
         self._bad: tuple[BaseException | None, str | None] = (None, None)
         """the exception of the last sample that could not be read, and what to end the whole run with"""
-        self._trouble: PliantError | None = None
+        self._trouble: BaseException | None = None
         self._closed = False
         atexit.register(self._at_exit)
 
@@ -222,6 +223,11 @@ class Run:
     def samples(self) -> int:
         """Training samples of the group that went into settled rounds."""
         return self._worker.group.samples
+
+    @property
+    def updates(self) -> int:
+        """Updates of the weights so far: rounds that were neither skipped nor lost."""
+        return self._worker.group.updates
 
     @property
     def batch(self) -> int:
@@ -264,6 +270,29 @@ class Run:
         return math.nan if last is None or last.loss is None else last.loss
 
     @property
+    def grad_norm(self) -> float:
+        """The norm of the mean gradient of the last update, before clipping; NaN where it was not taken.
+
+        It is taken with every update where ``clip_norm`` is set or ``on_update`` is used, and else from the first time
+        on that it is asked for.
+        """
+        self._worker.training.takes_norm = True
+        return self._worker.training.grad_norm
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The bound on the norm of the group's gradient.
+
+        May be set, by all scripts alike: it is in force from the first round on to which all of them bring it.
+        """
+        return self._worker.clip_norm
+
+    @clip_norm.setter
+    def clip_norm(self, bound: float | None) -> None:
+        settings.check_clip_norm(bound)
+        self._worker.set_clip_norm(bound)
+
+    @property
     def is_leader(self) -> bool:
         """Whether this worker prints and writes for the group; nobody does it a second time after a resume."""
         return self._worker.leads
@@ -275,20 +304,51 @@ class Run:
 
     # -- the loop
 
-    def epochs(self, n: int | None = None, *, samples: int | None = None) -> Iterator[int]:
-        """Count epochs up to ``n`` in all, or as many as it takes to train on ``samples`` samples in all."""
-        if (n is None) == (samples is None):
-            raise UsageError("epochs takes either a number of epochs or samples=N")
+    def epochs(self, n: int | None = None, *, samples: int | None = None, steps: int | None = None) -> Iterator[int]:
+        """Count epochs up to ``n`` in all, or as many as it takes to train on ``samples`` samples in all.
+
+        ``steps``: as many as it takes to make so many updates in all; the last epoch is cut off there.
+        """
+        if [n, samples, steps].count(None) != 2:
+            raise UsageError("epochs takes one of these: a number of epochs, samples=N, steps=N")
         self._membership.plan(n, samples)
-        self._worker.limit_samples(samples)
-        while (n is not None and self._epoch < n) or (samples is not None and self.samples < samples):
+        self._worker.limit(samples, steps)
+        while self._is_short_of(n, samples, steps):
             before, self._passed = self.samples, False
             yield self._epoch
             self._worker.training.end_epoch(self._epoch)
             self._epoch += 1
             self._before = self.samples
-            if samples is not None and self.samples == before and not self._passed:
-                raise UsageError("an epoch trained on no sample, so samples=N is never reached: call batches in it")
+            if n is None and self.samples == before and not self._passed:
+                name = "samples" if steps is None else "steps"
+                raise UsageError(f"an epoch trained on no sample, so {name}=N is never reached: call batches in it")
+        self._worker.leave_if_late()
+
+    def _is_short_of(self, n: int | None, samples: int | None, steps: int | None) -> bool:
+        return (
+            (n is not None and self._epoch < n)
+            or (samples is not None and self.samples < samples)
+            or (steps is not None and self.updates < steps)
+        )
+
+    def on_update(self, function: OnUpdate) -> OnUpdate:
+        """Have ``function(update)`` called after each update of the weights; use it as a decorator, or call it.
+
+        It is called once for each ``pliant.Update``, in their order, the last one of an epoch included, on every worker
+        that holds the whole state, with the plain weights and the group's buffers in the model. ``evaluate``, ``save``
+        and logging may be done in it. What it keeps belongs in ``state=``: a newcomer is told of no earlier update.
+        Several functions are called in the order in which they were registered.
+        """
+        self._worker.hooks.add_on_update(function)
+        return function
+
+    def on_roster(self, function: OnRoster) -> OnRoster:
+        """Have ``function(before, now)`` called when the roster has changed; use it as a decorator, or call it.
+
+        Workers call it at different moments, each when it looks around next.
+        """
+        self._worker.hooks.add_on_roster(function)
+        return function
 
     @boundary
     def batches(
@@ -309,6 +369,7 @@ class Run:
     def _check_no_loop(self) -> None:
         """Refuse a second loop beside one that is open."""
         self._check_open()
+        self._worker.hooks.refuse("batches")
         if self._worker.inside is not None:
             raise UsageError(
                 "batches was called while another loop over batches is open: finish or break it first; "
@@ -398,6 +459,7 @@ class Run:
         ``weight`` is the mean's denominator where it is not the number of samples (tokens, say); 0 is legal. A
         micro-batch may be computed in parts, each with its weight.
         """
+        self._worker.hooks.refuse("backward")
         if self._worker.inside is not Kind.TRAIN or not self._drawn:
             raise UsageError(
                 "backward was called outside of a loop over run.batches(…): there is nothing to count it to"
@@ -433,6 +495,7 @@ class Run:
 
         Until the next micro-batch is drawn the model then holds the plain weights.
         """
+        self._worker.hooks.refuse("step")
         if self._worker.inside is not Kind.TRAIN or not self._drawn:
             raise UsageError("step was called outside of a loop over run.batches(…): there is nothing to hand in")
         return self._worker.step()
@@ -554,7 +617,7 @@ class Run:
             return
         try:
             self._worker.abandon(phase)
-        except PliantError as error:
+        except (Exception, SystemExit) as error:
             # Raised where a loop is being left, it would only be printed: the next call raises it.
             self._trouble = error
 
@@ -578,17 +641,25 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            try:
+        own = None
+        if error is None and not self._closed:
+            self._catch_up()
+            # Of the script itself, in a function that was called when its loop was left.
+            own = self._trouble if not isinstance(self._trouble, PliantError) else None
+        try:
+            if error is None and own is None:
                 with self._membership.guarded():
                     self.close()
-            finally:
-                self._others.close()
-        elif not self._closed:
-            self._fail(error)
+            elif not self._closed:
+                self._fail(error or own)
+        finally:
+            self._others.close()
+        if own is not None:
+            raise own
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException | None) -> None:
         """The script ends by an exception. One that is in a sample would end one worker after the other."""
+        assert error is not None
         self._worker.training.explain(error)
         self._end()
         met, reason = self._bad

@@ -97,8 +97,7 @@ def resolved(
     _one_of("correction", correction, ("lookahead", "none"))
     _one_of("schedule_by", schedule_by, ("batch", "epoch"))
     rule = _rule(rates, optimizer)
-    if clip_norm is not None and not clip_norm > 0:
-        raise UsageError(f"clip_norm is {clip_norm}: give a positive number, or leave it out")
+    check_clip_norm(clip_norm)
     if not dead_after >= _LEAST_DEAD_AFTER_S:
         raise UsageError(f"dead_after is {dead_after}: give seconds, at least {_LEAST_DEAD_AFTER_S:g}")
     policy = Policy(
@@ -150,6 +149,13 @@ def check_checkpoint(address: Any, every: Any) -> None:
         raise UsageError(f"checkpoint is {address!r}: give a directory, or an address such as s3://bucket/run")
     if isinstance(every, bool) or not isinstance(every, int | float) or not every > 0:
         raise UsageError(f"checkpoint_every is {every!r}: give seconds, more than 0")
+
+
+def check_clip_norm(bound: Any) -> None:
+    """Refuse what is no bound on a norm."""
+    number = not isinstance(bound, bool) and isinstance(bound, int | float)
+    if bound is not None and not (number and bound > 0):
+        raise UsageError(f"clip_norm is {bound!r}: give a positive number, or None")
 
 
 def _absolute(address: Any) -> str | None:

@@ -102,6 +102,10 @@ class Group(msgspec.Struct, frozen=True):
     samples: int = 0
     """samples of settled training rounds"""
     samples_limit: int | None = None
+    updates: int = 0
+    """updates of the weights so far: rounds that were neither skipped nor void, and had any weight"""
+    updates_limit: int | None = None
+    """training ends with this many"""
     rate: rates.Rate = msgspec.field(default_factory=rates.Rate)
     choice: overlap.Choice = msgspec.field(default_factory=overlap.Choice)
     """which delay is in force, where that is decided from round to round"""
@@ -112,6 +116,10 @@ class Group(msgspec.Struct, frozen=True):
     """up to how many samples a round of an open batch pays, where the user sets no bound; None: any, or not known"""
     skipped: int = 0
     skipped_in_a_row: int = 0
+    clip_norm: float | None = None
+    """the bound on the gradient's norm that the scripts have set since ``join``; 0: none; None: as agreed there"""
+    clip_disputed: int = 0
+    """rounds in a row whose tickets asked for different ones"""
     training: Pacing = msgspec.field(default_factory=lambda: pace.unmeasured(1))
     evaluating: Pacing = msgspec.field(default_factory=lambda: pace.unmeasured(1))
     open: tuple[OpenPhase, ...] = ()

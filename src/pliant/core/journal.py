@@ -89,6 +89,7 @@ class PolicyRecord(msgspec.Struct, frozen=True, tag="policy", tag_field="kind"):
     """all that the scripts must agree on, as text"""
     parameters: str = ""
     """what is trained: how many tensors and numbers, and a checksum of their names, shapes and types"""
+    updates_limit: Count | None = None
 
 
 class PhaseRecord(msgspec.Struct, frozen=True, tag="phase", tag_field="kind", omit_defaults=True):
@@ -177,6 +178,8 @@ class RoundRecord(msgspec.Struct, frozen=True, tag="round", tag_field="kind", om
     """where it is not ``samples_total``: what the schedule has counted (AdaScale)"""
     drift: DriftLine | None = None
     """whose weights differ, as the tickets of this round have shown"""
+    clip_norm: float | None = None
+    """the bound on the gradient's norm in force, where the scripts have set one since ``join``; 0: none"""
     trained: list[Hex] = []
     """per worker the set that its contribution was computed for, where one is not what was agreed before"""
 

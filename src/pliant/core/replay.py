@@ -159,7 +159,8 @@ class Replay:
         if self._group.open and policy != self._group.policy:
             return [f"the policy changes inside phase {self._group.phase.number}"]
         self._agreed = True
-        self._group = replace(self._group, policy=policy, samples_limit=record.samples_limit)
+        limits = {"samples_limit": record.samples_limit, "updates_limit": record.updates_limit}
+        self._group = replace(self._group, policy=policy, **limits)
         return []
 
     def _open(self, record: PhaseRecord) -> list[str]:
@@ -315,6 +316,8 @@ def _with_measures(record: RoundRecord, tickets: list[Ticket]) -> list[Ticket]:
     says = next(speaking, 0)
     if record.momentum is not None:
         tickets[says] = replace(tickets[says], momentum=record.momentum)
+    if record.clip_norm is not None:
+        tickets[says] = replace(tickets[says], clip_norm=record.clip_norm)
     if record.measured is not None:
         number, square = record.measured
         tickets[says] = replace(tickets[says], measured_round=number, measured_norm=square)

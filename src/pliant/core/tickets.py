@@ -143,6 +143,8 @@ class Ticket(msgspec.Struct, frozen=True):
     """what it computes with, as a checksum: only workers with the same one must have the same bits"""
     appendix: int = 0
     """bytes that this worker has to say behind its ticket (``measures.Appendix``)"""
+    clip_norm: float = -1.0
+    """the bound on the gradient's norm that the script has set; 0: none is wanted; -1: it has set nothing"""
     point: Point = NOWHERE
     trained: bytes = b""
     """the parameters that its contribution was computed for (``core.trained``)"""
@@ -152,7 +154,7 @@ class Ticket(msgspec.Struct, frozen=True):
     """likewise: whether it gathers outputs"""
 
 
-_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqdqQQqqqqBI")
+_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqdqQQqdqqqBI")
 
 
 def packed_size(bits: int, trained: int = 0) -> int:
@@ -194,6 +196,7 @@ def pack(ticket: Ticket, bitmap: int, bits: int) -> bytes:
         ticket.weights,
         ticket.arithmetic,
         ticket.appendix,
+        ticket.clip_norm,
         *ticket.point.packed,
         len(ticket.trained),
     )

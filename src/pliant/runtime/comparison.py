@@ -47,8 +47,10 @@ def refuse_other_settings(offer: Offer, agreed: PolicyRecord | None) -> None:
         raise Diverged(f"the script trains another model: {here}; the run trained {agreed.parameters}")
 
 
-def refuse_other_call(call: Opening, limit: int | None, record: PhaseRecord, agreed: PolicyRecord | None) -> None:
-    """The script must open the phase that the run opened; ``limit``: of samples, as the script has it."""
+def refuse_other_call(
+    call: Opening, limits: tuple[int | None, int | None], record: PhaseRecord, agreed: PolicyRecord | None
+) -> None:
+    """The script must open the phase that the run opened; ``limits``: of samples and updates, as the script has it."""
     where = f"phase {record.phase} (epoch {record.epoch + 1})"
     if record.task != call.kind.name.lower():
         there = NAMES[Kind[record.task.upper()]]
@@ -60,9 +62,10 @@ def refuse_other_call(call: Opening, limit: int | None, record: PhaseRecord, agr
     ):
         if here != there:
             raise Diverged(f"{where}: the script {what} {here}, the run {there}")
-    recorded = agreed.samples_limit if agreed is not None else None
-    if recorded != limit:
-        raise Diverged(f"{where}: the script trains on samples={limit}, the run on samples={recorded}")
+    recorded = (agreed.samples_limit, agreed.updates_limit) if agreed is not None else (None, None)
+    for name, here, there in zip(("samples", "steps"), limits, recorded, strict=True):
+        if here != there:
+            raise Diverged(f"{where}: the script trains on {name}={here}, the run on {name}={there}")
 
 
 class Comparison:

@@ -24,6 +24,7 @@ from pliant.runtime.handing import HandingIn
 from pliant.runtime.lookout import Lookout
 from pliant.runtime.member import Member
 from pliant.runtime.work import Flight
+from pliant.worker.hooks import Hooks
 
 # Between two rounds in which nobody computes: all members leave, or wait for what they need.
 _NOBODY_S = 0.02
@@ -40,6 +41,7 @@ class Following:
         handing: HandingIn,
         exchanges: Exchanges,
         checkpoints: Checkpoints,
+        hooks: Hooks,
         sleep: Callable[[float], None],
     ) -> None:
         self._member = member
@@ -48,6 +50,7 @@ class Following:
         self._handing = handing
         self._exchanges = exchanges
         self._checkpoints = checkpoints
+        self._hooks = hooks
         self._sleep = sleep
 
     # -- one exchange
@@ -76,6 +79,8 @@ class Following:
             self._lookout.check_era()
             if member.group.era != era:
                 return
+            if self._hooks.due and not _may_be_of_update(says):
+                self._hooks.call(gone_on=True)
         if says is None or (not says.flags & Flag.OPENING and says.kind is not Kind.DRAIN):
             self._follow_round(gathered, bitmap, summation)
         elif says.kind is Kind.DRAIN:
@@ -84,6 +89,7 @@ class Following:
             exchanges.conclude(gathered)
         else:
             exchanges.opened(gathered, bitmap)
+        self._hooks.call()
         self._pursue()
 
     def _gathered(self) -> Any:
@@ -163,7 +169,9 @@ class Following:
         if member.eras is not None and member.follows:
             if not member.eras.complete:
                 return Flag.NONE
-            member.eras.ask_users_state(group.exchange + 1 + member.work.in_flight)
+            if not self._hooks.follow_updates:
+                # Else the state is needed as it is before what the script does with that update.
+                member.eras.ask_users_state(group.exchange + 1 + member.work.in_flight)
             return Flag.READY
         late = group.open and not group.phase.present[member.index]
         return Flag.READY if late else Flag.NONE
@@ -196,3 +204,10 @@ class Following:
             return
         left = member.script.position if ended else None
         self._lookout.wait_at_rest(lambda: eras.users_state_arrived(member.group, left))
+
+
+def _may_be_of_update(says: Ticket | None) -> bool:
+    """Whether the others may be at what their scripts do with the last update: an ``evaluate``, or the drain before."""
+    if says is None:
+        return False
+    return says.kind is Kind.DRAIN or (says.kind is Kind.EVALUATE and bool(says.flags & Flag.OPENING))

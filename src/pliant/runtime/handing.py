@@ -71,6 +71,7 @@ class HandingIn:
                 squared_norm = self._of_mean(norm, mine)
             overlap = member.group.overlap
             if overlap:
+                member.training.follow_clip_norm(member.group.clip_norm)
                 member.training.park(mine.weight, norm, bitmap)
             flight.filled, flight.merged = self.given_away(mine.weight, overlap=overlap, returning=returning)
             flight.point = mine.point(fresh=not returning)

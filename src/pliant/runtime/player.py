@@ -48,6 +48,8 @@ from pliant.runtime.takeover import install_state
 from pliant.runtime.takes import Takes
 from pliant.runtime.update import Training
 from pliant.runtime.views import Views
+from pliant.worker.hooks import ReplayedHooks, told
+from pliant.worker.hooks import Update as Told
 
 
 class Over(SystemExit):
@@ -103,8 +105,11 @@ class Player:
         self._micro_batch: MicroBatch | None = None
         """that was drawn last"""
         self._agreed: PolicyRecord | None = None
-        self._limit: int | None = None
+        self._limit: tuple[int | None, int | None] = None, None
         self._closed = False
+        self._due: Told | None = None
+        """an update that ended its loop: what follows it comes when the loop is drained"""
+        self.hooks = ReplayedHooks(self.training)
         findings.exact = all(p.dtype is torch.float64 for p in self.training.parameters)
         findings.tolerance = EXACT if findings.exact else LOOSE
         refuse_other_settings(offer, next((item.record for item in score.items if isinstance(item, Agreed)), None))
@@ -128,8 +133,18 @@ class Player:
     def inside(self) -> Kind | None:
         return self._calls[-1].kind if self._calls else None
 
-    def limit_samples(self, samples: int | None) -> None:
-        self._limit = samples
+    def limit(self, samples: int | None, updates: int | None) -> None:
+        self._limit = samples, updates
+
+    @property
+    def clip_norm(self) -> float | None:
+        return self.training.clip_norm
+
+    def set_clip_norm(self, bound: float | None) -> None:
+        """What was in force, and when, is in the journal."""
+
+    def leave_if_late(self) -> None:
+        """Nobody is late here."""
 
     def leave(self, reason: str) -> None:
         """Who left, and when, is in the journal."""
@@ -142,6 +157,7 @@ class Player:
 
     def open(self, call: Opening) -> int | Past:
         """Enter the phase that the run opened next."""
+        self.hooks.refuse("evaluate" if call.kind is Kind.EVALUATE else "batches")
         self._leave_body()
         for item in self._rest():
             match item:
@@ -386,6 +402,7 @@ class Player:
             self._takes.forget()
             self._views.drain(group)
             self.me = group.roster[0]
+            self._follow_update()
             return
         self.findings.evaluations += 1
         if record.result is not None and call.count:
@@ -426,6 +443,7 @@ class Player:
 
     def _update(self, item: Update) -> None:
         """What all members did when a round was settled."""
+        rates = self.training.rates(item.outcome.factor)
         self.applied_rate = self._takes.apply(item, self.group)
         self.group, self.last_trained = item.group, item.outcome
         self.findings.rounds += 1
@@ -434,6 +452,16 @@ class Player:
         self._views.show(views.holders(item.group)[0])
         if self._until is not None and item.record.round >= self._until:
             self._stop()
+        if item.outcome.applied:
+            self._due = told(item.outcome, item.group, self.training.grad_norm, rates)
+            if not item.outcome.ended:
+                self._follow_update()
+
+    def _follow_update(self) -> None:
+        """Let the script do what it did with this update."""
+        update, self._due = self._due, None
+        if update is not None:
+            self.hooks.call(update)
 
 
 def enrolled(

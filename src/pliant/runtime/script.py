@@ -86,7 +86,7 @@ class Script:
 
     def ended_in_body(self) -> None:
         """The phase of its loop has ended, and the script is still in the body."""
-        if self.depth == 1:
+        if self.depth == 1 and self._ended_inside is None:
             self._ended_inside = self._nested
 
     def begins_anew(self) -> None:
@@ -126,6 +126,11 @@ class Script:
         """Whether the script runs code between two calls that the group has run already."""
         opened = bool(group.open) and not group.open[0].inner
         return not self.stack and self.calls < len(_top_level(group)) + opened
+
+    def is_passed(self, group: Group) -> bool:
+        """Whether the group is in a later call than the top-level one that the script is in: it will come to that."""
+        opened = bool(group.open) and not group.open[0].inner
+        return len(_top_level(group)) + opened > self.calls + 1
 
     def is_at(self, group: Group) -> bool:
         """Whether the script is where the group is."""

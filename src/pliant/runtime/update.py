@@ -51,6 +51,13 @@ def momentum_of(optimizer: Optimizer) -> float:
 class Training:
     """The user's model and optimizer, and everything an update touches."""
 
+    grad_norm = math.nan
+    """of the last update's mean gradient, before clipping; NaN where it was not taken"""
+    takes_norm = False
+    """whether that norm is taken with every update, needed for clipping or not"""
+    _shown = 0
+    """how many ``plain`` are under way"""
+
     def __init__(
         self,
         model: nn.Module,
@@ -257,9 +264,12 @@ class Training:
         """
         kept = False
         self.trained.settle()
+        self.follow_clip_norm(outcome.clip_norm)
         if outcome.applied:
             present = self._without_untouched(outcome.touched, summed, present)
-            square = self._average(summed, self.reference / outcome.weight, measures=measures)
+            takes = measures or self.takes_norm
+            square = self._average(summed, self.reference / outcome.weight, measures=takes)
+            self.grad_norm = math.nan if square is None else math.sqrt(square)
             if square is not None and measures:
                 self.measured = outcome.round, square
             if averaged is not None and summed is not None:
@@ -288,6 +298,21 @@ class Training:
                 for index in unused:
                     self.parameters[index].grad = None
         return used
+
+    def follow_clip_norm(self, bound: float | None) -> None:
+        """Take the bound on the gradient's norm that is in force; None: it is that of the beginning."""
+        if bound is not None and bound != (self._clip_norm or 0.0):
+            self._clip_norm = bound or None
+            self.fingerprint.note_reduction()
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The bound on the gradient's norm in force."""
+        return self._clip_norm
+
+    def rates(self, factor: float) -> tuple[float, ...]:
+        """What an update of now is made with, for each parameter group."""
+        return tuple(float(values["lr"]) for values in self._hyper(factor))
 
     def weigh(self, number: int, turn: int | None) -> None:
         """Take the digest of a part of the weights after round ``number``; ``turn`` None: of all of them.
@@ -360,7 +385,7 @@ class Training:
             summed.scale(mean * (1.0 if square is None else self._clipped(math.sqrt(square))))
             return square
         own = self._own_gradients()
-        if self._clip_norm is not None:
+        if own and (measures or self._clip_norm is not None):
             square = sum(float(norm) ** 2 for norm in torch._foreach_norm(own)) * mean * mean
         scale = mean * (1.0 if square is None else self._clipped(math.sqrt(square)))
         if scale != 1.0 and own:
@@ -427,15 +452,20 @@ class Training:
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """Show the plain weights and the group's merged buffers for a while."""
-        away = self.lookahead is not None and self.lookahead.away
+        """Show the plain weights and the group's merged buffers for a while; inside another one they are shown."""
+        self._shown += 1
+        shows = self._shown == 1
+        away = shows and self.lookahead is not None and self.lookahead.away
         if away:
             self.lookahead.exchange()  # type: ignore[union-attr]
-        self.buffers.exchange()
+        if shows:
+            self.buffers.exchange()
         try:
             yield
         finally:
-            self.buffers.exchange()
+            self._shown -= 1
+            if shows:
+                self.buffers.exchange()
             if away:
                 self.lookahead.exchange()  # type: ignore[union-attr]
 

@@ -209,6 +209,7 @@ class Reporter:
                     noise_scale=_noise_scale(group) if outcome.measured else None,
                     scheduled_total=group.scheduled if group.scheduled != group.samples else None,
                     drift=_drift(outcome),
+                    clip_norm=outcome.clip_norm,
                     trained=_sets(self._trained, handed_in),
                 )
             )
@@ -240,6 +241,7 @@ def _policy(group: Group, settings: dict[str, str], parameters: str) -> journal.
         trial=policy.trial,
         settings=settings,
         parameters=parameters,
+        updates_limit=group.updates_limit,
     )
 
 

@@ -29,7 +29,7 @@ class Fingerprint:
 
     def __init__(self, tensors: Sequence[Tensor], *, parts: int, reduces: bool) -> None:
         """``parts``: into how many parts they are divided at most; ``reduces``: see ``_arithmetic``."""
-        tensors = list(tensors)
+        self._tensors = tensors = list(tensors)
         total = sum(tensor.nbytes for tensor in tensors)
         self.parts = max(1, min(parts, total // _LEAST_BYTES))
         self._pieces = [
@@ -38,6 +38,14 @@ class Fingerprint:
         ]
         self.arithmetic = _arithmetic(tensors, reduces=reduces)
         """a checksum of what this worker computes with"""
+
+    def note_reduction(self) -> None:
+        """From now on a norm decides about the weights, too: see ``_arithmetic``."""
+        self.arithmetic = _arithmetic(self._tensors, reduces=True)
+
+    def whole(self) -> tuple[int, ...]:
+        """The digests of all parts."""
+        return tuple(self.of(turn) for turn in range(self.parts))
 
     @torch.no_grad()
     def of(self, turn: int | None) -> int:

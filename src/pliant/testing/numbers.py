@@ -321,6 +321,10 @@ class VirtualBuffers:
     def nbytes(self, index: int) -> int:
         return 8
 
+    def held_values(self) -> tuple[int, ...]:
+        """What the model's buffers hold now."""
+        return tuple(self._own)
+
     def is_live(self, index: int) -> bool:
         return bool(self.live >> index & 1)
 
@@ -388,6 +392,12 @@ class VirtualFingerprint:
     def __init__(self, parameters: Sequence[Number]) -> None:
         self._parameters = parameters
         self.parts = len(parameters)
+
+    def note_reduction(self) -> None:
+        """Whole numbers have no order of adding."""
+
+    def whole(self) -> tuple[int, ...]:
+        return tuple(self.of(turn) for turn in range(self.parts))
 
     def of(self, turn: int | None) -> int:
         read = self._parameters if turn is None else [self._parameters[turn % self.parts]]

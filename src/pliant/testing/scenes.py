@@ -83,6 +83,16 @@ def drawn(name: str, seed: int) -> Scene:
         stream_s=chance.choice((0.005, 0.05)),
         stream_breaks=0.2 if name == "handoffs" else 0.0,
     )
+    # Drawn apart, too.
+    following = random.Random(f"{name}/{seed}/updates")
+    if following.random() < 0.5:
+        steps = following.choice((None, None, None, following.randrange(2, 12)))
+        evaluates = following.choice((0, 1, 2, 3))
+        scene = replace(scene, follows_updates=True, evaluates=evaluates, steps=steps)
+        if following.random() < 0.3:
+            # Some have nothing to compute, and go along.
+            policy = replace(policy, batch=following.choice((2, 3)), floating=False, at_most=None)
+            scene = replace(scene, policy=policy, length=30, epochs=min(2, scene.epochs), samples=None)
     if name in ("drift", "drifting"):
         # Long enough for a difference to be seen, and for a second one.
         watched = chance.choice((1, 1, 2))

@@ -42,6 +42,7 @@ from pliant.testing.network import Network
 from pliant.testing.numbers import VirtualTraining
 from pliant.testing.virtual import Process, World
 from pliant.types import WorkerId
+from pliant.worker.hooks import Update
 
 _VERSION = "sim"
 # Beyond dead_after, until the next round is applied: DESIGN, invariant 6.
@@ -68,6 +69,12 @@ class Scene(msgspec.Struct, frozen=True):
     """how likely a micro-batch ends the loop"""
     samples: int | None = None
     """epochs(samples=…)"""
+    steps: int | None = None
+    """epochs(steps=…)"""
+    follows_updates: bool = False
+    """the script registers a function with ``on_update``"""
+    evaluates: int = 0
+    """... which evaluates whenever the number of updates is a multiple; 0: never"""
     buffers: int = 0
     dead_after_s: float = 1.0
     slowest_s: float = 0.002
@@ -271,6 +278,7 @@ class Script:
         self.worker: Worker | None = None
         self.link: VirtualLink | None = None
         self._signalled = False
+        self.epoch = 0
         self.impaired_until_s = 0.0
         """until then it does not hear, speak, or get on"""
 
@@ -329,7 +337,7 @@ class Script:
         self.training = VirtualTraining(
             reference=scene.policy.batch, buffers=scene.buffers, start=1_000_003 * (self.number + 1)
         )
-        self.state: dict[str, Any] = {"count": 0, "trained": 0, "epochs": 0}
+        self.state: dict[str, Any] = {"count": 0, "trained": 0, "epochs": 0, "updates": 0}
         witness = Observer(link, simulation.checker, self.training)
         carried = {
             "optimizer": None,
@@ -423,10 +431,14 @@ class Script:
     # -- the loop
 
     def _train(self, place: Membership) -> None:
-        worker, scene = self._worker, self.scene
+        worker, scene, world = self._worker, self.scene, self.process.world
         place.plan(scene.epochs, scene.samples)
-        worker.limit_samples(scene.samples)
+        worker.limit(scene.samples, scene.steps)
+        if scene.follows_updates:
+            worker.hooks.add_on_update(self._updated)
+        worker.hooks.add_on_roster(lambda before, now: world.note("roster", self.name, len(before), len(now)))
         for epoch in range(scene.epochs):
+            self.epoch = epoch
             self._batches(epoch)
             self.state["trained"] += 1
             for _ in range(scene.in_a_row):
@@ -461,6 +473,20 @@ class Script:
                     for _ in range(scene.in_a_row):
                         self._evaluate(epoch)
         worker.left()
+
+    def _updated(self, update: Update) -> None:
+        """``on_update``: the user's state counts updates, wherever it comes from."""
+        self.process.world.note("updated", self.name, update.round, update.updates)
+        self.state["updates"] += 1
+        checker = self.simulation.checker
+        # Who never had the user's state may be the last one.
+        checker.state_lost = checker.state_lost or self.eras.lost_users_state
+        if self.state["updates"] != update.updates and not checker.state_lost:
+            raise Violation(f"{self.name} counts {self.state['updates']} updates after update {update.updates}")
+        checker.updated(self.name, self.training, self._worker.group)
+        every = self.scene.evaluates
+        if every and update.updates % every == 0:
+            self._evaluate(self.epoch)
 
     def _compute(self, micro_batch: MicroBatch) -> list[int]:
         self.process.compute(self.pace_s * self.slowness * samples_of(micro_batch))
