@@ -69,7 +69,7 @@ class Script:
         self.stack.append(call)
 
     def draws(self) -> None:
-        """A body of its loop begins."""
+        """A body of its loop begins, or what the script does with an update."""
         self._calls_in_body = False
 
     def leaves(self) -> None:

@@ -177,6 +177,8 @@ class Hooks(Registered):
         if member.follows:
             self._lookout.in_hook = False
             return
+        # A spare has no loop body: what it calls is counted from here on.
+        member.script.draws()
         if update.ends_epoch:
             member.script.ended_in_body()
         self.gone_on = gone_on
