@@ -18,6 +18,7 @@ from pliant.core.audit import audit
 from pliant.core.drift import Drift
 from pliant.core.group import Group, Standing
 from pliant.core.regrouping import Entry
+from pliant.core.replay import Replay
 from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.runtime.witness import Reporter
@@ -285,7 +286,9 @@ class Checker:
         training = VirtualTraining(reference=self._reference, buffers=0, start=self.start)
         epochs: dict[int, int] = {}
         scheduled = 0.0
+        decisions = Replay()
         for record in journal.effective(self._records):
+            decisions.take(record)
             if isinstance(record, journal.PhaseRecord):
                 epochs[record.phase] = record.epoch
             elif isinstance(record, journal.RoundRecord):
@@ -293,7 +296,8 @@ class Checker:
                     positions = [p for start, stop in line.spans for p in range(start, stop)]
                     training.gradients.add(epochs[record.phase], positions)
                 filled = training.gradients.filling
-                training.apply(_Applied(record), filled, filled.present)
+                assert decisions.outcome is not None
+                training.apply(_Applied(record, decisions.outcome.touched), filled, filled.present)
                 told = record.scheduled_total
                 before, scheduled = scheduled, float(record.samples_total) if told is None else told
                 training.advance_schedule(before, scheduled)
@@ -303,9 +307,10 @@ class Checker:
 class _Applied:
     """A journaled round as ``Training.apply`` reads it."""
 
-    touched, finite = b"", True
+    finite = True
 
-    def __init__(self, record: journal.RoundRecord) -> None:
+    def __init__(self, record: journal.RoundRecord, touched: bytes) -> None:
+        self.touched = touched
         self.applied, self.weight, self.factor = record.applied, record.weight, record.factor
         self.round, self.clip_norm = record.round, record.clip_norm
 

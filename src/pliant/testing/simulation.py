@@ -75,6 +75,10 @@ class Scene(msgspec.Struct, frozen=True):
     """the script registers a function with ``on_update``"""
     evaluates: int = 0
     """... which evaluates whenever the number of updates is a multiple; 0: never"""
+    changes: int = 0
+    """the script trains other parameters whenever its counter is a multiple; 0: always the same"""
+    grows: bool = False
+    """... and adds a parameter group"""
     buffers: int = 0
     dead_after_s: float = 1.0
     slowest_s: float = 0.002
@@ -335,7 +339,10 @@ class Script:
         link = self._connected()
         donor = VirtualDonor(simulation.streams, process)
         self.training = VirtualTraining(
-            reference=scene.policy.batch, buffers=scene.buffers, start=1_000_003 * (self.number + 1)
+            reference=scene.policy.batch,
+            buffers=scene.buffers,
+            start=1_000_003 * (self.number + 1),
+            grows=scene.changes > 0 and scene.grows,
         )
         self.state: dict[str, Any] = {"count": 0, "trained": 0, "epochs": 0, "updates": 0}
         witness = Observer(link, simulation.checker, self.training)
@@ -469,6 +476,8 @@ class Script:
             if worker.step():
                 self.state["count"] += 1
                 world.note("seen", self.name, worker.group.exchange, self.state["count"])
+                if not scene.follows_updates:
+                    self._change_set(self.state["count"])
                 if scene.nested and self.state["count"] % scene.nested == 0:
                     for _ in range(scene.in_a_row):
                         self._evaluate(epoch)
@@ -484,9 +493,23 @@ class Script:
         if self.state["updates"] != update.updates and not checker.state_lost:
             raise Violation(f"{self.name} counts {self.state['updates']} updates after update {update.updates}")
         checker.updated(self.name, self.training, self._worker.group)
+        self._change_set(update.updates)
         every = self.scene.evaluates
         if every and update.updates % every == 0:
             self._evaluate(self.epoch)
+
+    def _change_set(self, number: int) -> None:
+        """Freeze, unfreeze and add what is trained, as the number of an update says."""
+        if not self.scene.changes:
+            return
+        turn = number // self.scene.changes
+        numbers: Any = self.training.parameters
+        numbers[0].requires_grad_(turn % 2 == 0)
+        numbers[1].requires_grad_(turn % 3 != 1)
+        optimizer = self.training.optimizer
+        if self.scene.grows and turn and len(optimizer.param_groups) == 1:
+            first = optimizer.param_groups[0]
+            optimizer.add_param_group({"params": [numbers[2]], "lr": first["lr"], "momentum": first["momentum"]})
 
     def _compute(self, micro_batch: MicroBatch) -> list[int]:
         self.process.compute(self.pace_s * self.slowness * samples_of(micro_batch))
