@@ -38,7 +38,7 @@ class TicketSurface:
             except ValueError:
                 volley.count(accepted=False)
                 continue
-            again = pack(ticket, bitmap, 8 * (len(data) - packed_size(0, len(ticket.trained))))
+            again = pack(ticket, bitmap, 8 * (len(data) - packed_size(0, len(ticket.trained + ticket.wanted))))
             if again != data:
                 raise AssertionError(f"{data.hex()} is read as {ticket}")
             volley.count(accepted=True)

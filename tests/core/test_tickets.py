@@ -32,6 +32,7 @@ TICKETS = st.builds(
     scale=REAL,
     digest=st.integers(0, 2**64 - 1),
     trained=st.binary(max_size=40),
+    wanted=st.binary(max_size=40),
 )
 
 
@@ -39,7 +40,7 @@ TICKETS = st.builds(
 def test_packing_is_exact_and_of_one_size(ticket: Ticket, bits: int, data: st.DataObject) -> None:
     bitmap = data.draw(st.integers(0, 2**bits - 1))
     packed = pack(ticket, bitmap, bits)
-    assert len(packed) == packed_size(bits, len(ticket.trained))
+    assert len(packed) == packed_size(bits, len(ticket.trained + ticket.wanted))
     again, again_bitmap = unpack(packed)
     assert again == ticket
     assert again_bitmap == bitmap

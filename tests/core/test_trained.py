@@ -37,7 +37,7 @@ def group(delay: int, *, unlike: int = 0, took_part: tuple[bool, ...] = (True, T
 
 
 def ticket(of: bytes, *, micro_batches: int = 2, flags: Flag = Flag.NONE) -> Ticket:
-    return Ticket(1, 0, 1, Kind.TRAIN, flags, micro_batches=micro_batches, trained=of)
+    return Ticket(1, 0, 1, Kind.TRAIN, flags, micro_batches=micro_batches, trained=of, wanted=of)
 
 
 def decided(before: Group, tickets: list[Ticket]) -> tuple[Group, trained.Decision]:
@@ -70,6 +70,12 @@ def test_an_update_touches_what_all_were_computed_for(sets: list[bytes], delay: 
         assert decision.layout == OLD
     agreed = len(set(sets)) == 1
     assert after.trained == (sets[0] if agreed else OLD) and after.unlike == (0 if agreed else 1)
+
+
+def test_a_contribution_that_was_begun_before_the_change_takes_away_what_it_lacks() -> None:
+    begun = replace(ticket(OTHER), trained=OLD)
+    after, sets = decided(group(0), [ticket(OTHER), begun, ticket(OTHER)])
+    assert sets == trained.Decision(OTHER, OLD) and after.trained == OTHER and after.unlike == 0
 
 
 def test_who_contributes_nothing_takes_nothing_away() -> None:
@@ -111,9 +117,9 @@ def test_a_loop_begins_with_what_all_carry() -> None:
     opening = [ticket(OLD, micro_batches=0, flags=Flag.OPENING)] * 3
     after: Any = trained.opened(blank, opening)
     assert after.trained == OLD
-    unlike: Any = trained.opened(blank, [opening[0], replace(opening[0], trained=NEW), opening[0]])
+    unlike: Any = trained.opened(blank, [opening[0], replace(opening[0], wanted=NEW), opening[0]])
     assert isinstance(unlike, Mismatch) and unlike.parameters == (0,)
-    later: Any = trained.opened(after, [replace(opening[0], trained=NEW)] * 3)
+    later: Any = trained.opened(after, [replace(opening[0], wanted=NEW)] * 3)
     assert later.trained == NEW
 
 

@@ -111,7 +111,7 @@ class PhaseRecord(msgspec.Struct, frozen=True, tag="phase", tag_field="kind", om
     inner: bool = False
     """an ``evaluate`` in the body of the loop before it, whose phase had just ended"""
     trained: list[Hex] = []
-    """per worker the set of parameters that it trains (``core.trained``), where one is not what was agreed before"""
+    """per worker the set of parameters that its script trains (``core.trained``), where one is not the agreed one"""
 
 
 class TicketLine(msgspec.Struct, frozen=True, array_like=True):
@@ -182,6 +182,8 @@ class RoundRecord(msgspec.Struct, frozen=True, tag="round", tag_field="kind", om
     """the bound on the gradient's norm in force, where the scripts have set one since ``join``; 0: none"""
     trained: list[Hex] = []
     """per worker the set that its contribution was computed for, where one is not what was agreed before"""
+    wanted: list[Hex] = []
+    """per worker the set that its script trained when it handed in, likewise"""
 
     @property
     def skipped(self) -> bool:

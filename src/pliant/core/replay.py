@@ -191,7 +191,7 @@ class Replay:
                 record.order,
                 record.sizes[member],
                 record.ahead[member],
-                trained=_set(record.trained, member, group),
+                wanted=_set(record.trained, member, group),
             )
             for member in range(len(group.roster))
         ]
@@ -219,8 +219,11 @@ class Replay:
             tickets[member] = replace(tickets[member], size=size, ahead=ahead)
         if isinstance(record, RoundRecord):
             tickets = _with_measures(record, tickets)
-            if record.trained or group.trained:
-                tickets = [replace(t, trained=_set(record.trained, m, group)) for m, t in enumerate(tickets)]
+            if record.trained or record.wanted or group.trained:
+                tickets = [
+                    replace(t, trained=_set(record.trained, m, group), wanted=_set(record.wanted, m, group))
+                    for m, t in enumerate(tickets)
+                ]
         elif record.sums:
             if len(record.sums) != len(tickets):
                 return [f"{where}: sums of {len(record.sums)} workers, {len(tickets)} handed in"]

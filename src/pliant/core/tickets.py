@@ -148,18 +148,20 @@ class Ticket(msgspec.Struct, frozen=True):
     point: Point = NOWHERE
     trained: bytes = b""
     """the parameters that its contribution was computed for (``core.trained``)"""
+    wanted: bytes = b""
+    """those that its script trains now"""
     sums: Sums = ()
     """as its appendix says, where that has been read; not packed"""
     gathers: bool = False
     """likewise: whether it gathers outputs"""
 
 
-_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqdqQQqdqqqBI")
+_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqdqQQqdqqqBII")
 
 
-def packed_size(bits: int, trained: int = 0) -> int:
-    """Bytes of a ticket whose bitmap has ``bits`` bits, with a set of ``trained`` bytes."""
-    return _FIELDS.size + (bits + 7) // 8 + trained
+def packed_size(bits: int, sets: int = 0) -> int:
+    """Bytes of a ticket whose bitmap has ``bits`` bits, with sets of so many bytes together."""
+    return _FIELDS.size + (bits + 7) // 8 + sets
 
 
 def pack(ticket: Ticket, bitmap: int, bits: int) -> bytes:
@@ -199,18 +201,19 @@ def pack(ticket: Ticket, bitmap: int, bits: int) -> bytes:
         ticket.clip_norm,
         *ticket.point.packed,
         len(ticket.trained),
+        len(ticket.wanted),
     )
-    return head + bitmap.to_bytes((bits + 7) // 8, "little") + ticket.trained
+    return head + bitmap.to_bytes((bits + 7) // 8, "little") + ticket.trained + ticket.wanted
 
 
 def unpack(data: bytes) -> tuple[Ticket, int]:
     """The inverse of ``pack``; raises ``ValueError`` on what no worker packs."""
     if len(data) < _FIELDS.size:
         raise ValueError(f"{len(data)} bytes are no ticket")
-    era, number, phase, kind, flags, *rest, size = _FIELDS.unpack_from(data)
-    end = len(data) - size
+    era, number, phase, kind, flags, *rest, first, second = _FIELDS.unpack_from(data)
+    end, middle = len(data) - first - second, len(data) - second
     if end < _FIELDS.size:
-        raise ValueError(f"a ticket of {len(data)} bytes has no room for a set of {size}")
-    where = point(*rest[-4:])
-    ticket = Ticket(era, number, phase, Kind(kind), Flag(flags), *rest[:-4], point=where, trained=data[end:])
+        raise ValueError(f"a ticket of {len(data)} bytes has no room for sets of {first} and {second}")
+    where, sets = point(*rest[-4:]), {"trained": data[end:middle], "wanted": data[middle:]}
+    ticket = Ticket(era, number, phase, Kind(kind), Flag(flags), *rest[:-4], point=where, **sets)
     return ticket, int.from_bytes(data[_FIELDS.size : end], "little")

@@ -3,7 +3,7 @@
 Question  When a script freezes or unfreezes a layer, from which round on does that count, and for which gradients?
 Holds     A set is a bitmap over all parameters that exist at ``join``, equal bit for bit on all workers. A round is
           summed in a layout that all workers know before they add anything to it: with an overlap the set agreed on
-          before it; without one the set that all its tickets carry, if they carry the same. An update touches only what
+          before it; without one the set that all scripts train by now, if that is the same. An update touches only what
           every contribution was computed for. Workers that disagree for longer than scripts can be apart are refused,
           by name.
 Source    ours; docs/design/0018-trained-set.md.
@@ -39,7 +39,7 @@ def layout(group: Group, tickets: Sequence[Ticket]) -> bytes:
     """
     if group.overlap:
         return group.trained
-    said = {ticket.trained for ticket in tickets if _speaks(ticket)}
+    said = {ticket.wanted for ticket in tickets if _speaks(ticket)}
     return said.pop() if len(said) == 1 else group.trained
 
 
@@ -57,7 +57,7 @@ def decide(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Decision] | 
 def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
     """The same where a loop over batches begins: nothing is in flight, so what all carry counts at once."""
     speaking = [member for member, ticket in enumerate(tickets) if _speaks(ticket)]
-    if not group.trained and len({tickets[member].trained for member in speaking}) > 1:
+    if not group.trained and len({tickets[member].wanted for member in speaking}) > 1:
         return _refusal(group, tickets, speaking)
     return _following(group, tickets, speaking)
 
@@ -70,7 +70,7 @@ def voters(group: Group, tickets: Sequence[Ticket]) -> list[int]:
 
 
 def _following(group: Group, tickets: Sequence[Ticket], voters: Sequence[int]) -> Group | Mismatch:
-    said = {tickets[member].trained for member in voters}
+    said = {tickets[member].wanted for member in voters}
     if not said:
         return group
     if len(said) == 1:
@@ -87,9 +87,9 @@ def _speaks(ticket: Ticket) -> bool:
 
 def _refusal(group: Group, tickets: Sequence[Ticket], voters: Sequence[int]) -> Mismatch:
     """Who trains what others do not, with the parameters by their numbers."""
-    first, theirs = voters[0], tickets[voters[0]].trained
-    other = next(member for member in voters if tickets[member].trained != theirs)
-    only = set(members(theirs)) ^ set(members(tickets[other].trained))
+    first, theirs = voters[0], tickets[voters[0]].wanted
+    other = next(member for member in voters if tickets[member].wanted != theirs)
+    only = set(members(theirs)) ^ set(members(tickets[other].wanted))
     trains, freezes = (first, other) if only & set(members(theirs)) else (other, first)
     reason = _REASON.format(trains=group.roster[trains], freezes=group.roster[freezes])
     return Mismatch(reason, tuple(sorted(only)))

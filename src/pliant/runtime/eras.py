@@ -350,7 +350,7 @@ class Eras:
         computing = [worker for member, worker in enumerate(group.roster) if drawing.speaks(group, member)]
         if leaving and computing:
             self._missed, self._ahead = min(self._missed, group.exchange + 1), frozenset(computing)
-        if leaving or self._takeover is not None or not self._carried["state"]:
+        if leaving or self._takeover is not None:
             return
         donors = [self._addresses[worker] for worker in computing if worker in self._addresses]
         if donors and self.place.me not in computing:
@@ -378,21 +378,20 @@ class Eras:
 
     def ask_users_state(self, as_of: int) -> None:
         """Ask for the user's own state as of the exchange from which this worker computes."""
-        if self._takeover is not None and self._carried["state"] and self._asked_state != as_of:
+        if self._takeover is not None and self._asked_state != as_of:
             self._asked_state = as_of
             self._takeover.ask_state(as_of)
 
     def keep_users_state(self, left: str) -> None:
         """Somebody may come to the end of this call without the user's state: keep it as it is now."""
-        if self._carried["state"]:
-            self._left = takeover.at_end_of(left), takeover.users_state_of(self._carried)
+        self._left = takeover.at_end_of(left), takeover.users_state_of(self._carried)
 
     def keep_for_latecomers(self, exchange: int | None) -> None:
         """Somebody has just begun to compute, and its question may come after the next update: keep what it asks for.
 
         None: nobody has.
         """
-        if exchange is None or not self._carried["state"]:
+        if exchange is None:
             self._kept = {}
         elif exchange not in self._kept:
             # Nobody settles two exchanges more than the one who asks.
@@ -403,7 +402,7 @@ class Eras:
         """Whether the user's state is here, and installed; ``left``: as it was at the end of that call."""
         if self._takeover is None:
             return True
-        if not self._carried["state"] or self._own_is_newest:
+        if self._own_is_newest:
             self._drop_takeover()
             return True
         # Who was asked first may be about to go, and behind those who have come to compute since.
@@ -411,7 +410,7 @@ class Eras:
         values = self._takeover.users_state(group.exchange, *([takeover.at_end_of(left)] if left is not None else []))
         if values is None:
             return False
-        takeover.install_state(self._carried["state"], values)
+        takeover.install_users_state(self._carried, values)
         self._drop_takeover()
         return True
 
@@ -424,19 +423,18 @@ class Eras:
 
     def keep_before_hooks(self, exchange: int) -> None:
         """Somebody has just begun to compute, and is to begin with this update, too: keep what it asks for."""
-        if self._carried["state"]:
-            self._before_hooks = takeover.before_hooks_of(exchange), takeover.users_state_of(self._carried)
+        self._before_hooks = takeover.before_hooks_of(exchange), takeover.users_state_of(self._carried)
 
     def state_before_hooks_arrived(self, group: Group, exchange: int) -> bool:
         """Whether the user's state of that moment is here, and installed."""
-        if self._takeover is None or not self._carried["state"] or self._own_is_newest:
+        if self._takeover is None or self._own_is_newest:
             self._drop_takeover()
             return True
         self._takeover.may_ask(self._others_computing(group))
         values = self._takeover.users_state(exchange, takeover.before_hooks_of(exchange))
         if values is None:
             return False
-        takeover.install_state(self._carried["state"], values)
+        takeover.install_users_state(self._carried, values)
         self._drop_takeover()
         return True
 

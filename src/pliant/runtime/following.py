@@ -116,8 +116,9 @@ class Following:
         begins = self._begins()
         flight = Flight(None, None, 0)
         if phase.kind is Kind.TRAIN:
-            member.training.gradients.lay_out(trained.layout(member.group, gathered))
-            in_parts = self._handing.in_parts
+            layout = trained.layout(member.group, gathered)
+            member.training.gradients.lay_out(layout)
+            in_parts = self._handing.in_parts(layout)
             flight.filled, flight.merged = self._handing.given_away(0.0, overlap=begins, returning=False)
             if in_parts:
                 added = postscripts.nothing(len(member.group.roster), member.training.bits)

@@ -53,7 +53,7 @@ class HandingIn:
         if self.changes_set:
             self._announce(flags)
             return
-        if self.in_parts:
+        if self.in_parts(self._member.group.trained):
             self._begin_parts(flags)
             self._complete_parts(usable=True)
             return
@@ -152,7 +152,7 @@ class HandingIn:
         """
         group = self._member.group
         waits = group.open and group.phase.kind is Kind.TRAIN and not group.overlap
-        return bool(waits) and self._member.training.contributed != group.trained
+        return bool(waits) and self._member.training.look() != group.trained
 
     def _announce(self, flags: Flag) -> None:
         """Hand in the ticket alone: what is summed depends on what the others train (``complete``)."""
@@ -160,7 +160,7 @@ class HandingIn:
         mine = work.contribution
         training.check()
         ticket = member.ticket(Kind.TRAIN, flags)
-        training.gradients.lay_out(ticket.trained)
+        training.gradients.lay_out(ticket.wanted)
         flight = Flight(None, None, mine.micro_batches)
         flight.announced, flight.point = True, mine.point(fresh=True)
         flight.bitmap, norm = self._inspected(mine)
@@ -180,10 +180,10 @@ class HandingIn:
         """Everybody's tickets are known: add up what all are ready for."""
         member, training = self._member, self._member.training
         flight.gathered = gathered, _ = self._channels.gathered(flight.summation)
-        training.gradients.lay_out(trained.layout(member.group, gathered))
-        in_parts = self.in_parts
+        layout = trained.layout(member.group, gathered)
+        training.gradients.lay_out(layout)
         flight.filled, flight.merged = self.given_away(flight.weight, overlap=False, returning=False)
-        if in_parts:
+        if self.in_parts(layout):
             usable = not gathered[member.index].flags & Flag.NONFINITE
             flight.postscript = training.gradients.written(
                 postscripts.written(
@@ -207,12 +207,11 @@ class HandingIn:
 
     # -- in parts
 
-    @property
-    def in_parts(self) -> bool:
-        """Whether this round's gradients are summed in parts: nothing is computed beside the sum, save its own pass."""
+    def in_parts(self, layout: bytes) -> bool:
+        """Whether gradients of this layout are summed in parts: nothing is computed beside the sum but its own pass."""
         group = self._member.group
         waits = group.open and group.phase.kind is Kind.TRAIN and not group.overlap
-        return bool(waits) and len(group.roster) > 1 and self._member.training.gradients.parts > 1
+        return bool(waits) and len(group.roster) > 1 and self._member.training.gradients.parts(layout) > 1
 
     def hand_in_while(self, compute: Callable[[Ready | None], None]) -> None:
         """Hand in while ``compute`` makes the contribution's last gradients, each part when it is told of.

@@ -119,6 +119,7 @@ class Member:
             arithmetic=training.fingerprint.arithmetic,
             clip_norm=-1.0 if self.clip_norm is None else self.clip_norm,
             trained=training.contributed,
+            wanted=training.look(),
         )
 
     def packed(self, ticket: Ticket, bitmap: int = 0) -> bytes:

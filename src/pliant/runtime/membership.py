@@ -264,7 +264,7 @@ def _entered(job: Job, link: Link, offer: Offer) -> Membership:
         placed(link),
         donor,
         lambda address: handoff.Recipient(address, job.token),
-        {**offer.carried, "journal": witness},
+        {**offer.carried, "journal": witness, "trained": training.trained},
         share,
         come_back,
         lambda: _end_after(job.grace_s),

@@ -22,6 +22,8 @@ from pliant.tensors import memory
 from pliant.tensors.gradients import Buffer
 
 META, STATE = "meta", "state"
+_TRAINED = "\0trained"
+"""beside the names of the user's own values"""
 _AT_END = "state at the end of call "
 _BEFORE_HOOKS = "state before the hooks of exchange "
 # What a donor copies, and a follower keeps sums of, at a time. One tensor may be larger.
@@ -387,8 +389,9 @@ def snapshot(training: Training, carried: Mapping[str, Any], want: Sequence[str]
 
 
 def users_state_of(carried: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the user's own state."""
-    return _copied(stated(carried["state"]))
+    """A copy of the user's own state, and which parameters the script trains by now: its code decides about both."""
+    values = _copied(stated(carried["state"]))
+    return {**values, _TRAINED: _copied(carried["trained"].state_dict())} if "trained" in carried else values
 
 
 def _meta(training: Training, carried: Mapping[str, Any]) -> dict[str, Any]:
@@ -471,6 +474,13 @@ def laid_out_like(p: Tensor, value: Tensor) -> Tensor:
     if value.stride() == p.stride():
         return value.to(p.device)
     return torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def install_users_state(carried: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Take over what the script's code has made of both on other workers."""
+    install_state(carried["state"], {name: value for name, value in values.items() if name != _TRAINED})
+    if _TRAINED in values and "trained" in carried:
+        carried["trained"].take_over(values[_TRAINED], later=False, hyper=False)
 
 
 def install_state(objects: dict[str, Any], values: Mapping[str, Any]) -> None:

@@ -158,7 +158,7 @@ class Takes:
         if take.buffer is not None:
             training.gradients.fill(take.buffer, begun=True)
             # As it was handed in: with an overlap in the layout that was agreed on before.
-            training.gradients.lay_out(group.trained if group.overlap else take.buffer.trained or b"")
+            training.gradients.lay_out(group.trained if group.overlap else training.look())
             take.buffer = training.gradients.filling
             assert take.buffer is not None
             take.present = training.gradients.present()

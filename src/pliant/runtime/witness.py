@@ -170,7 +170,7 @@ class Reporter:
                 absent=[member for member, here in enumerate(present) if not here],
                 inner=bool(first.flags & Flag.INNER),
                 ready=[member for member, ticket in enumerate(openings) if ticket.flags & Flag.READY],
-                trained=_sets(self._trained, openings) if first.kind is Kind.TRAIN else [],
+                trained=_sets(self._trained, openings, wanted=True) if first.kind is Kind.TRAIN else [],
             )
         )
         self._trained = group.trained
@@ -210,7 +210,8 @@ class Reporter:
                     scheduled_total=group.scheduled if group.scheduled != group.samples else None,
                     drift=_drift(outcome),
                     clip_norm=outcome.clip_norm,
-                    trained=_sets(self._trained, handed_in),
+                    trained=_sets(self._trained, handed_in, wanted=False),
+                    wanted=_sets(self._trained, handed_in, wanted=True),
                 )
             )
             self._trained = group.trained
@@ -245,11 +246,12 @@ def _policy(group: Group, settings: dict[str, str], parameters: str) -> journal.
     )
 
 
-def _sets(agreed: bytes, tickets: Sequence[Ticket]) -> list[str]:
+def _sets(agreed: bytes, tickets: Sequence[Ticket], *, wanted: bool) -> list[str]:
     """The sets of parameters that these tickets carry, where one of those who have a say is not the agreed one."""
-    if all(ticket.trained == agreed or ticket.flags & Flag.FOLLOWING for ticket in tickets):
+    sets = [ticket.wanted if wanted else ticket.trained for ticket in tickets]
+    if all(of == agreed or ticket.flags & Flag.FOLLOWING for of, ticket in zip(sets, tickets, strict=True)):
         return []
-    return [ticket.trained.hex() for ticket in tickets]
+    return [of.hex() for of in sets]
 
 
 def _drift(outcome: Settled) -> journal.DriftLine | None:

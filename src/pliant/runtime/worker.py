@@ -367,9 +367,9 @@ class Worker:
     def _hands_in_early(self) -> bool:
         """Whether the micro-batch that was just drawn is the last one that a synchronous round waits for."""
         # An emulated device sleeps after the pass: its gradients would be there too soon.
-        if self._slowdown > 0 or self._lookout.broken is not None or self.training.ahead or not self._handing.in_parts:
+        if self._slowdown > 0 or self._lookout.broken is not None or self.training.ahead:
             return False
-        if self.training.look() != self.group.trained or self._handing.changes_set:
+        if not self._handing.in_parts(self.group.trained) or self._handing.changes_set:
             return False
         return self._speaks(self.group.phase.number) and self._bounds.last()
 

@@ -43,25 +43,19 @@ class Buffer:
     def __init__(self, parameters: Sequence[Parameter], members: bytes | None = None) -> None:
         """``members``: the set of parameters that are laid out (``core.trained``); None: all of them."""
         self.members = bitmap(range(len(parameters)), len(parameters)) if members is None else members
-        sizes: dict[torch.dtype, int] = {}
-        starts: dict[int, int] = {}
-        for index in members_of(self.members):
-            p = parameters[index]
-            starts[index] = sizes.get(p.dtype, 0)
-            sizes[p.dtype] = starts[index] + -(-p.numel() // _ALIGN) * _ALIGN
+        sizes, places = _placed(parameters, self.members)
         device = parameters[0].device
         by_dtype = {dtype: memory.fresh((size,), dtype, device).zero_() for dtype, size in sizes.items()}
         self.flats = list(by_dtype.values())
         self.views: list[Tensor | None] = [None] * len(parameters)
         """by parameter; None: it is not laid out"""
-        for index, start in starts.items():
+        for index, (start, _) in places.items():
             self.views[index] = _view(by_dtype[parameters[index].dtype], start, parameters[index])
         self.versions = self.seen()
         self.loose: dict[int, Tensor | None] = {}
         """gradients of parameters that are trained and not laid out (unfrozen a moment ago), by parameter"""
         self.trained: bytes | None = None
         """the parameters that every pass of this contribution was for; None: there was no pass yet"""
-        places = {index: (start, start + parameters[index].numel()) for index, start in starts.items()}
         self.cut = parts.cut(parameters, places)
         self.parts = [by_dtype[part.dtype][part.start : part.stop] for part in self.cut]
         """the same memory, in the order in which a backward pass completes it"""
@@ -119,6 +113,20 @@ class Buffer:
         if factor != 1.0:
             self.parts[part].mul_(factor)
         return float(torch.linalg.vector_norm(self.parts[part])) ** 2
+
+
+def _placed(
+    parameters: Sequence[Parameter], members: bytes
+) -> tuple[dict[torch.dtype, int], dict[int, tuple[int, int]]]:
+    """How long the flat buffers of a layout are, and where each parameter lies in that of its dtype."""
+    sizes: dict[torch.dtype, int] = {}
+    places: dict[int, tuple[int, int]] = {}
+    for index in members_of(members):
+        p = parameters[index]
+        start = sizes.get(p.dtype, 0)
+        places[index] = start, start + p.numel()
+        sizes[p.dtype] = start + -(-p.numel() // _ALIGN) * _ALIGN
+    return sizes, places
 
 
 def _view(flat: Tensor, start: int, p: Parameter) -> Tensor:
@@ -314,11 +322,14 @@ class Gradients:
 
     # -- in parts
 
-    @property
-    def parts(self) -> int:
-        """How many a contribution can be summed in; below 2: only as a whole."""
+    def parts(self, members: bytes) -> int:
+        """How many a contribution of this layout can be summed in; below 2: only as a whole."""
         self._begin()
-        return 0 if self._filling is None else len(self._filling.parts)
+        if self._filling is None:
+            return 0
+        if not members or members == self._filling.members:
+            return len(self._filling.parts)
+        return len(parts.cut(self.parameters, _placed(self.parameters, members)[1]))
 
     @contextmanager
     def watched(self, ready: Callable[[int], None]) -> Iterator[None]:

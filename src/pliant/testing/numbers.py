@@ -189,9 +189,8 @@ class VirtualGradients:
     def filling(self) -> VirtualBuffer | None:
         return self._filling
 
-    @property
-    def parts(self) -> int:
-        return 0 if self._filling is None else len(self._filling.parts)
+    def parts(self, members: bytes) -> int:
+        return sum(any(index in members_of(members) for index in part) for part in PARTS)
 
     @property
     def trained(self) -> bytes | None:

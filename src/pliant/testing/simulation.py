@@ -352,6 +352,7 @@ class Script:
             "scaler": None,
             "state": self.state,
             "journal": witness,
+            "trained": self.training.trained,
         }
         described = Signature("sim", [("p", [1], "float32")], {"dead_after": repr(scene.dead_after_s)})
 
@@ -396,7 +397,7 @@ class Script:
             witness,
             eras=eras,
             saving=self._saving(),
-            carried={name: value for name, value in carried.items() if name != "journal"},
+            carried={name: value for name, value in carried.items() if name not in ("journal", "trained")},
             clock=process.world.clock,
             sleep=process.idle,
         )

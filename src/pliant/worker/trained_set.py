@@ -139,15 +139,16 @@ class TrainedSet:
             "hyper": hyper,
         }
 
-    def take_over(self, state: Mapping[str, Any], *, later: bool) -> None:
+    def take_over(self, state: Mapping[str, Any], *, later: bool, hyper: bool = True) -> None:
         """Train what the group trains; ``later``: once the script has come to where the group is (``settle``).
 
-        Code of the script that the group is past may still change it on the way.
+        Code of the script that the group is past may still change it on the way. Without ``hyper`` the groups that are
+        there keep their hyper-parameters: the schedule has moved them.
         """
         own = self._optimizer.param_groups
         self._pending, self._known = state, len(own)
-        for group, hyper in zip(own, state["hyper"], strict=False):
-            group.update(hyper)
+        for group, values in zip(own, state["hyper"] if hyper else (), strict=False):
+            group.update(values)
         if not later:
             self.settle()
 
