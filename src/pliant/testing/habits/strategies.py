@@ -39,7 +39,7 @@ def habits(draw: Any, *, processes: bool = False) -> Habits:
         events=tuple(draw(_events(workers))),
     )
     if processes:
-        drawn = replace(_without(drawn, "break alone"), **draw(_processes(workers)))
+        drawn = replace(_without(drawn, "break alone", "freeze alone"), **draw(_processes(workers)))
     if drawn.schedule in ("batch", "cycle"):
         # torch's own schedulers do not know a group that comes later.
         drawn = _without(drawn, "add group")
