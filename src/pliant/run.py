@@ -72,7 +72,7 @@ def join(
                   once per epoch; AdaScale: by what they were worth); ReduceLROnPlateau follows the result of every
                   ``evaluate`` outside of a loop over batches. Do not step it yourself
     clip_norm     bound on the norm of the group's gradient
-    scaler        a ``torch.amp.GradScaler`` for float16
+    scaler        a ``torch.amp.GradScaler`` for float16: ``backward`` and ``step`` make all of its calls
     state         objects with ``state_dict``, or plain values: equal on all workers from the start. ``run.state`` is
                   this very dict
     order         (epoch, n) -> indices, in place of the seed's permutation
@@ -97,11 +97,15 @@ def join(
             dead_after=dead_after,
         )
         settings.check_scheduler(scheduler)
+        settings.check_scaler(scaler)
         settings.check_state(state)
         settings.check_checkpoint(checkpoint, checkpoint_every)
     except UsageError as error:
         membership.turned_away(error)
         raise
+
+    if scaler is not None and not scaler.is_enabled():
+        scaler = None
 
     def prepared(grouped: bool) -> Training:
         return Training(
@@ -122,7 +126,7 @@ def join(
         model=model,
         optimizer=optimizer,
         policy=resolved.policy,
-        agreed=resolved.agreed(),
+        agreed={**resolved.agreed(), **({} if scaler is None else {"scaler": "GradScaler"})},
         carried={
             "optimizer": optimizer,
             "scheduler": scheduler,
@@ -477,6 +481,7 @@ class Run:
                 self.close()
         elif not self._closed:
             self._closed = True
+            self._worker.training.explain(error)
             atexit.unregister(self._at_exit)
             self._membership.fail(error)
 

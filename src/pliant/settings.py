@@ -149,6 +149,12 @@ def check_scheduler(scheduler: Any) -> None:
         raise UsageError(f"scheduler is a {type(scheduler).__name__}: give one of torch.optim.lr_scheduler")
 
 
+def check_scaler(scaler: Any) -> None:
+    """Refuse what has no scale to follow."""
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise UsageError(f"scaler is a {type(scaler).__name__}: give a torch.amp.GradScaler")
+
+
 def check_state(state: Any) -> None:
     """Refuse what has no names."""
     if state is not None and not isinstance(state, dict):

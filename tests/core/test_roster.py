@@ -519,6 +519,33 @@ def test_eras_without_progress_are_paused_between() -> None:
     assert max(gaps[:3]) < 0.3 and 3.0 < gaps[-1] < eras.PAUSE_AT_MOST_S + 0.3
 
 
+@pytest.mark.parametrize(
+    ("said", "donor", "exchange"),
+    [
+        # At one exchange, and one behind: who has the user's state, wherever it stands in the roster.
+        ({"w0": (10, False), "w1": (9, True)}, "w1", 9),
+        ({"w0": (10, False), "w1": (10, True)}, "w1", 10),
+        ({"w0": (9, True), "w1": (10, False), "w2": (10, True)}, "w2", 10),
+        ({"w0": (10, True), "w1": (9, True)}, "w0", 10),
+        # Nobody has it: the furthest.
+        ({"w0": (9, False), "w1": (10, False)}, "w1", 10),
+        # Too far behind: that is no member of the same era's last exchange.
+        ({"w0": (7, True), "w1": (10, False)}, "w1", 10),
+    ],
+)
+def test_who_has_the_users_state_is_the_better_donor(
+    said: dict[str, tuple[int, bool]], donor: str, exchange: int
+) -> None:
+    world = World().started(len(said) + 1)
+    lost = f"w{len(said)}"
+    world.cut(lost)
+    world.exit(lost, -9)
+    for name, (settled, whole) in said.items():
+        world.feed(Stopped(WorkerId(name), 1, settled, True, whole=whole))
+    (start,) = of(StartEra, world.effects)[-1:]
+    assert (start.era, start.donor, start.exchange) == (2, donor, exchange)
+
+
 def test_below_min_workers_the_members_wait_stopped() -> None:
     world = World(min_workers=2).started(2)
     world.exit("w1", -9)
@@ -588,6 +615,59 @@ def test_a_sleeper_that_is_terminated_at_the_end_does_not_give_the_run_its_statu
     world.exit("w0", -15)
     (end,) = of(Ended, world.exit("w1", -15))
     assert end.exit_status == 1
+
+
+@pytest.mark.parametrize(("status", "expected"), [(-15, 1), (3, 3), (-11, 139)])
+def test_who_has_failed_and_is_slow_to_go_does_not_give_the_run_the_status_of_our_signal(
+    status: int, expected: int
+) -> None:
+    """It has said that it failed; its process, on a busy machine, takes longer than the grace."""
+    world = World().started(2)
+    world.feed(Failed(WorkerId("w1"), "the gradients were cleared", fatal=True))
+    world.exit("w0", 76)
+    assert Terminate(OWNER, SlotId("w1")) in world.wait(members.GRACE_S + 0.1)
+    (end,) = of(Ended, world.exit("w1", status))
+    assert end.exit_status == expected
+
+
+def test_nor_that_of_the_kill_that_follows() -> None:
+    world = World().started(1)
+    world.feed(Failed(WorkerId("w0"), "the gradients were cleared", fatal=True))
+    assert Kill(OWNER, SlotId("w0")) in world.wait(2 * members.GRACE_S + 0.1)
+    (end,) = of(Ended, world.exit("w0", -9))
+    assert end.exit_status == 1
+
+
+def test_a_signal_of_ours_is_forgotten_with_its_process() -> None:
+    """A hung one was killed; the next one in its slot is killed by somebody else."""
+    world = World().started(2)
+    world.feed(Beaten(WorkerId("w0"), 1, 1, waiting=True), Beaten(WorkerId("w1"), 1, 1, usual_s=0.1))
+    for _ in range(8):
+        world.wait(1.0, ("w0",))
+        world.feed(Beaten(WorkerId("w0"), 1, 1, waiting=True), Beaten(WorkerId("w1"), 1, 1, usual_s=0.1))
+    assert Kill(OWNER, SlotId("w1")) in world.effects
+    world.exit("w1", -9)
+    world.wait(1.0, ("w0",))
+    assert Start(OWNER, SlotId("w1")) in world.effects
+    world.stop(1, "w0")
+    world.enter(world.state.last_era, "w0")
+    name = world.restarted("w1")
+    world.enter(world.state.last_era, "w0", name)
+    world.exit("w0", 1, "ValueError: no")
+    world.exit("w1", -9)
+    (end,) = of(Ended, world.effects)
+    assert end.exit_status == 137
+
+
+@pytest.mark.parametrize(("status", "expected"), [(-9, 137), (3, 3), (-15, 1)])
+def test_an_end_that_is_told_after_the_loss_still_gives_its_status(status: int, expected: int) -> None:
+    """Its connection closed, half a second later nobody holds the state, and the launcher is slow to tell."""
+    world = World().started(1)
+    world.wait(1.0, ("w0",))
+    world.cut("w0")
+    assert of(StopAll, world.wait(losses.RECONNECT_S + 0.1))
+    (end,) = of(Ended, world.exit("w0", status))
+    assert end.exit_status == expected
 
 
 def test_where_nothing_was_settled_everybody_begins_anew() -> None:

@@ -22,3 +22,8 @@ def test_it_backs_off_on_every_bad_round_and_grows_after_each_interval_of_good_o
             expected, good = expected * 2.0, 0
         assert scale.scale == expected
         assert scale.finite_rounds == good
+
+
+def test_it_stays_within_float32() -> None:
+    scale = Scale(2.0**127, 2.0, 0.5, 1)
+    assert after(scale, finite=True) == scale

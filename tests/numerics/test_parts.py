@@ -263,27 +263,61 @@ def test_shared_weights_that_are_computed_again_are_summed_after_the_pass(early:
     assert not early
 
 
+class Sometimes(nn.Module):
+    """Passes a shared layer once or twice; where it is computed again in the backward pass it gets two gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.head = nn.Linear(6, 128), nn.Linear(128, 128), nn.Linear(128, 3)
+
+    def forward(self, x: Tensor, again: bool, *, computed_again: bool = True) -> Tensor:
+        hidden = self.first(x)
+        for _ in range(2 if again else 1):
+            once = checkpoint(self.shared, hidden, use_reentrant=True) if computed_again else self.shared(hidden)
+            hidden = torch.tanh(once)
+        return self.head(hidden)
+
+
 def test_a_gradient_that_comes_late_for_once_is_passed_over(
     early: list[int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A model that is orderly at first; from then on that worker sums after the pass."""
 
-    class Sometimes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.shared, self.head = nn.Linear(6, 128), nn.Linear(128, 128), nn.Linear(128, 3)
-
-        def forward(self, x: Tensor, again: bool) -> Tensor:
-            hidden = self.first(x)
-            for _ in range(2 if again else 1):
-                hidden = torch.tanh(checkpoint(self.shared, hidden, use_reentrant=True))
-            return self.head(hidden)
-
     def body(run: pliant.Run, model: nn.Module, place: int, number: int, x: Tensor, y: Tensor) -> None:
         run.backward(F.cross_entropy(model(x, again=place == 0 and number == 5), y))
 
     torch.manual_seed(3)
-    _, record, _ = trained(Sometimes(), body)
+    # Shares in one piece: every pass is the last one of its contribution, so its parts are summed beside it.
+    _, record, _ = trained(Sometimes(), body, sizes=(32, 32, 32))
     assert [outcome.applied for outcome in record.outcomes].count(False) == 1
     assert "added to after it had been summed" in capfd.readouterr().err
     assert early
+
+
+@pytest.mark.parametrize("number_of_late", [2, 5, 8])
+def test_no_late_gradient_is_in_a_sum(number_of_late: int) -> None:
+    """Late is only who sums beside the pass: the last of a contribution. Which one that is, the shares decide."""
+    twice: list[Tensor] = []
+
+    def body(run: pliant.Run, model: nn.Module, place: int, number: int, x: Tensor, y: Tensor) -> None:
+        again = place == 0 and number == number_of_late
+        twice.extend([x] if again else [])
+        run.backward(F.cross_entropy(model(x, again=again), y))
+
+    def loss_again(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x, again=any(x is each for each in twice), computed_again=False), y)
+
+    torch.manual_seed(3)
+    model = Sometimes()
+    trained_model, record, drawn = trained(model, body, sizes=(6, 7, 5))
+    counts = [[ticket.micro_batches for ticket in row] for row in record.tickets]
+    optimizer = sgd(model)
+    for outcome, round_ in zip(record.outcomes, reference.contributions(drawn, counts), strict=True):
+        passes = [x for x, _, _ in round_[0]]
+        # The first contribution is summed after its pass: it tells whether the parts can be relied on.
+        late = outcome.round > 1 and bool(passes) and any(passes[-1] is x for x in twice)
+        assert outcome.applied is not late
+        if outcome.applied:
+            sums = [reference.gradient_sum(model, loss_again, part) for part in round_]
+            reference.update(model, optimizer, reference.added([s for s, _ in sums]), sum(w for _, w in sums), None)
+    assert_close(trained_model, model)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from pliant.runtime.update import Training
 
 
-def training_of(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> Training:
+def training_of(
+    model: nn.Module, optimizer: Optimizer, scheduler: Any = None, scaler: torch.amp.GradScaler | None = None
+) -> Training:
     """As in a group, with a reference batch of eight samples and nothing that would change the gradients."""
     return Training(
         model,
@@ -21,5 +24,5 @@ def training_of(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -
         clip_norm=None,
         scheduler=scheduler,
         schedule_by="batch",
-        scaler=None,
+        scaler=scaler,
     )

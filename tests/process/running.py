@@ -6,16 +6,18 @@ import contextlib
 import os
 import queue
 import select
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pliant
 from pliant.core import journal
 
-LIMIT_S = 100.0
+LIMIT_S = 200.0
 """Far above what any of these takes; only a hang reaches it."""
 
 QUICK = (Path(__file__).parent / "scripts" / "quick.py").read_text()
@@ -29,13 +31,40 @@ def plain_environment() -> dict[str, str]:
     return {**found, "PYTHONPATH": os.pathsep.join(filter(None, [source, found.get("PYTHONPATH", "")]))}
 
 
+_USUAL = """
+import os, signal, sys
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def hearing(command: Sequence[str]) -> list[str]:
+    """The command, which hears signals whatever the tests' own process ignores: under ``nohup`` that is inherited."""
+    # Not a preexec_fn: the tests' own process has threads. Without site this takes some ten milliseconds.
+    return [sys.executable, "-I", "-S", "-c", _USUAL, *command]
+
+
+@contextlib.contextmanager
+def heard_here() -> Iterator[None]:
+    """For signals that a test sends to its own process."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, action) for number, action in usual.items()}
+    try:
+        yield
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)
+
+
 class Running:
     """A ``pliant run`` whose output is read line by line."""
 
     def __init__(self, command: list[str], directory: Path, environment: dict[str, str]) -> None:
         self.directory = directory
         self.process = subprocess.Popen(
-            command,
+            hearing(command),
             cwd=directory,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -17,6 +17,9 @@ SCRIPT = Path(__file__).parent / "scripts" / "elastic.py"
 TALLIED = 96
 """training samples of the script"""
 
+SHORT_S, LONG_S = 2.0, 20.0
+"""``dead_after``: half of a doze, so that a dozing worker is always lost and a slow one is not; and beyond any doubt"""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -51,12 +54,18 @@ class Scenario:
     schedule: str = "lambda"
     nested: bool = False
     loaders: int = 0
-    dead_after: float = 1.0
     sleep_s: float = 0.01
+
+    @property
+    def dead_after(self) -> float:
+        """Short where somebody falls silent; else nobody is to be lost because the machine is busy."""
+        deeds = {deed for each in self.faults for deed in each.does}
+        return SHORT_S if deeds & {"stop", "doze", "hang", "cut", "coordinator"} else LONG_S
 
     def write(self, path: Path) -> None:
         happened = [f"fault-{number}" for number in range(len(self.faults))]
-        path.write_text(json.dumps({**asdict(self), "until": [*self.until, *happened]}))
+        given = {**asdict(self), "dead_after": self.dead_after, "until": [*self.until, *happened]}
+        path.write_text(json.dumps(given))
 
 
 def start(launch: Launcher, scenario: Scenario, *options: str) -> Running:

@@ -187,6 +187,26 @@ def test_an_exception_on_all_workers_after_training(launch: Launcher) -> None:
     assert last.startswith("pliant: w") and "failed (KeyError: 'mine')" in last, run.output
 
 
+def test_a_failed_script_that_is_slow_to_go_gives_its_status(launch: Launcher) -> None:
+    """It is ended by our own signal in the end; that one's status is not the script's."""
+    run = launch(
+        """
+        import atexit, threading
+
+        def linger():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            threading.Event().wait()
+
+        with pliant.join(model, optimizer, batch=16) as run:
+            if me == "w1":
+                atexit.register(linger)
+            loop(run, before=optimizer.zero_grad if me == "w1" else int)
+        """
+    )
+    assert run.wait() == 1, run.output
+    assert "w1 failed: the gradients were cleared or replaced" in run.output
+
+
 def test_all_workers_are_lost(launch: Launcher) -> None:
     run = launch(
         """

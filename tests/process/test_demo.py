@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from running import hearing
 
 from pliant.core import journal
 from pliant.ui.demo import pliant_result
@@ -47,7 +48,7 @@ def shortened(epochs: int) -> list[str]:
 
 def test_the_demo_shows_both_systems(tmp_path: Path) -> None:
     done = subprocess.run(
-        shortened(4), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=LIMIT_S
+        hearing(shortened(4)), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("w0", "w1", "w2", "w3", "pace", "share", "samples", "idle", "harvest", "accuracy"):
@@ -65,7 +66,12 @@ def test_the_demo_shows_both_systems(tmp_path: Path) -> None:
 def test_an_interrupted_demo_leaves_nothing_behind(part: str, processes: int, tmp_path: Path) -> None:
     """The demo itself, four workers, and with Pliant the coordinator."""
     demo = subprocess.Popen(
-        shortened(3), cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        hearing(shortened(3)),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert demo.stderr is not None
     try:

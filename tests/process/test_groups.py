@@ -70,8 +70,8 @@ def assert_nothing_is_left(lives: Sequence[dict[str, Any]]) -> None:
         before, after = life["before"], life["after"]
         assert after["descriptors"] == before["descriptors"], life
         assert after["threads"] <= before["threads"], life
-        # The caller's part is a few system calls per member; on a busy machine single ones may be interrupted.
-        assert statistics.median(life["leave_s"]) < 0.005
+        # The caller's part is a few system calls per member: who waited for gloo would wait for its timeout, seconds.
+        assert statistics.median(life["leave_s"]) < 0.1
 
 
 def test_nothing_is_left_of_groups_whose_members_hang_die_or_stay_away(processes: Processes) -> None:

@@ -250,14 +250,14 @@ def test_a_killed_worker_is_noticed_though_its_forked_child_lives(launch: Launch
 def test_a_stopped_worker_is_noticed(launch: Launcher) -> None:
     run = launch(
         """
-        link = joined(dead_after="0.5")
+        link = joined(dead_after="2")
         trained(link)
         if link.worker == "w1":
             os.kill(os.getpid(), signal.SIGSTOP)
         wait_for_the_end(link)
         """
     )
-    run.until("pliant: w1 was lost (no sign of life for 0.5 s): w0 goes on")
+    run.until("pliant: w1 was lost (no sign of life for 2 s): w0 goes on")
     run.printed("['w0']")
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 143

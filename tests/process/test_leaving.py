@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
 
 import pytest
-from running import LIMIT_S, Launcher
+from running import LIMIT_S, Launcher, Running
 from scenarios import SCRIPT, Scenario, check, start
 
 pytestmark = pytest.mark.slow
 
 
-def there(path: Path) -> None:
-    """Wait until a file exists."""
+def there(run: Running, name: str) -> None:
+    """Wait until a file of the run exists."""
     until_s = time.monotonic() + LIMIT_S
+    path = run.directory / name
     while not path.exists():
-        assert time.monotonic() < until_s, f"{path.name} never came"
+        over = run.process.poll() is not None and run.wait() is not None
+        assert not over and time.monotonic() < until_s, f"{name} never came:\n{run.output}"
         time.sleep(0.05)
 
 
@@ -31,21 +32,21 @@ def test_join_scale_and_drain(launch: Launcher) -> None:
     scenario = Scenario(workers=1, until=("enough",), settings={"floating": 24, "delay": "auto"})
     run = start(launch, scenario)
     here = launch.directory
-    there(here / "drew-w0")
+    there(run, "drew-w0")
     address = (here / "job" / "address").read_text().strip()
     guest = launch.command(
         "run", "--join", address, "--token-file", "job/token", "-n", "1", "--dir", "guest", str(SCRIPT), "scenario.json"
     )
-    there(here / "drew-w1")
+    there(run, "drew-w1")
     asked(launch, "scale", "3")
-    there(here / "drew-w2")
+    there(run, "drew-w2")
     asked(launch, "drain", "w0")
-    there(here / "without-w0")
+    there(run, "without-w0")
     guest.process.send_signal(signal.SIGINT)
     assert guest.wait() == 0, guest.output
-    there(here / "without-w1")
+    there(run, "without-w1")
     asked(launch, "scale", "2")
-    there(here / "drew-w3")
+    there(run, "drew-w3")
     asked(launch, "scale", "1")
     run.until("left", times=3)
     (here / "enough").touch()

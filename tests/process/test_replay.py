@@ -56,6 +56,23 @@ SCENES: dict[str, dict[str, Any]] = {
         "evaluates": True,
         "sleep_s": 0.03,
     },
+    "scaler, killed and back": {
+        "scaler": True,
+        "faults": [["w1", 5, "kill"], ["w0", 20, "kill"]],
+        "until": ["drew-w1.2", "drew-w0.2"],
+        "evaluates": True,
+        "nonfinite": True,
+        "sleep_s": 0.02,
+    },
+    "scaler, synchronous, all killed, on from a checkpoint": {
+        "delay": 0,
+        "scaler": True,
+        "faults": [["w0", 12, "kill"], ["w1", 12, "kill"], ["w2", 12, "kill"]],
+        "until": ["fault-0", "fault-1", "fault-2"],
+        "checkpoint": "checkpoints",
+        "nonfinite": True,
+        "sleep_s": 0.03,
+    },
     "last displacement, killed": {"optimizer": "rmsprop", "faults": [["w1", 5, "kill"]], "until": ["fault-0"]},
 }
 
@@ -101,6 +118,10 @@ def test_computed_again(launch: Launcher, name: str) -> None:
         assert any(point is not None and point[3] & 1 for point in points), "nobody looked ahead"
     if scene.get("nonfinite"):
         assert any(record.skipped for record in made)
+    if scene.get("scaler"):
+        said = {line.partition("] ")[2] for line in [*run.lines, f"[again] {again.lines[-2]}"] if "scale " in line}
+        assert len(said) == 1, "all ended with one scale, and so did the replay"
+        assert len({ticket.scale for record in made for ticket in record.tickets}) > 3, "it moved"
     if scene.get("breaks"):
         assert any(ticket.flags & Flag.BREAK for record in made for ticket in record.tickets)
     if scene.get("checkpoint"):

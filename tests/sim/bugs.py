@@ -145,7 +145,7 @@ def leaver_draws_on() -> list[Patch]:
 
 def no_catching_up() -> list[Patch]:
     """A newcomer forgets the updates that were made while its tensors were on their way."""
-    return [(Takeover, "note", lambda self, *arguments: None)]
+    return [(Takeover, "note", lambda self, *_, **__: None)]
 
 
 def half_settled() -> list[Patch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,19 @@ from sim.bugs import BUGS, broken
 SEEDS = Path(__file__).with_name("seeds.txt")
 MOST = 2000
 """seeds within which every deliberate bug must be found"""
+
+FIRST = {
+    "reuse_attempt": 6,
+    "settle_after_stopped": 36,
+    "early_newcomer": 3,
+    "early_lines": 25,
+    "early_eviction": 12,
+    "leaver_draws_on": 60,
+    "no_catching_up": 170,
+    "half_settled": 36,
+    "forgotten_pledge": 141,
+}
+"""the first seed under which each shows; 0 where none is named. One that does not show it any more costs a search."""
 
 
 def kept() -> list[tuple[str, int]]:
@@ -29,10 +43,11 @@ def test_a_hundred_seeds_hold() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_two_thousand_seeds_hold() -> None:
-    summary = simulate_in_processes(1000, 2000)
+def test_some_hundred_seeds_hold_on_all_cores() -> None:
+    """`make soak` runs thousands."""
+    summary = simulate_in_processes(1000, 400)
     assert summary.failures == []
-    assert summary.seeds == 2000
+    assert summary.seeds == 400
 
 
 @pytest.mark.slow
@@ -55,19 +70,35 @@ def test_a_trace_changes_nothing() -> None:
     assert not plain.log
 
 
+def found(bug: str, seeds: Iterable[int]) -> int | None:
+    """The first of the seeds under which the bug shows."""
+    scene, _ = BUGS[bug]
+    for seed in seeds:
+        with broken(bug):
+            if simulated(scene, seed).error is not None:
+                return seed
+    return None
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_deliberate_bug_is_found(bug: str, capsys: pytest.CaptureFixture[str]) -> None:
-    scene, _ = BUGS[bug]
-    for seed in range(MOST):
-        with broken(bug):
-            error = simulated(scene, seed).error
-        if error is not None:
-            with capsys.disabled():
-                print(f"\n{bug}: found after {seed + 1} seeds of {scene}: {error[:100]}")
-            return
-    pytest.fail(f"{bug} was not found within {MOST} seeds")
+def test_a_deliberate_bug_is_found(bug: str) -> None:
+    """Where it was found first it is looked for first."""
+    seed = found(bug, (FIRST.get(bug, 0), *range(MOST)))
+    assert seed is not None, f"{bug} was not found within {MOST} seeds"
+    assert simulated(BUGS[bug][0], seed).error is None, "the seed fails without the bug, too"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_deliberate_bug_is_found_anew(bug: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the first seed on: how well does the simulator search?"""
+    seed = found(bug, range(MOST))
+    assert seed is not None, f"{bug} was not found within {MOST} seeds"
+    with capsys.disabled():
+        print(f"\n{bug}: found after {seed + 1} seeds of {BUGS[bug][0]}")
 
 
 def test_the_command_prints_how_to_replay(capsys: pytest.CaptureFixture[str]) -> None:

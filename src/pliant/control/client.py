@@ -155,9 +155,9 @@ class Link:
         """Ask for an era without this worker. Safe in a signal handler."""
         self._pledge(Leaving(reason=reason))
 
-    def stopped(self, era: int, exchange: int, *, active: bool, failed: str = "") -> None:
+    def stopped(self, era: int, exchange: int, *, active: bool, whole: bool = True, failed: str = "") -> None:
         """Say that nothing more of ``era`` will be settled here."""
-        self._pledge(Stopped(era=era, exchange=exchange, active=active, failed=failed))
+        self._pledge(Stopped(era=era, exchange=exchange, active=active, failed=failed, whole=whole))
 
     def entered(self, era: int, exchange: int) -> None:
         """Say that this worker is in ``era`` now."""

@@ -122,6 +122,8 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     active: bool
     failed: str = ""
     """why, if nobody told it to stop"""
+    whole: bool = True
+    """false: of an active one, the user's own state is still on its way to it"""
 
 
 class Entered(msgspec.Struct, frozen=True, tag="entered"):

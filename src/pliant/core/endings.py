@@ -2,7 +2,8 @@
 
 Question  When is a run over, what is done about processes that do not end, and how did it go?
 Holds     Every run ends exactly once, after the processes of its own launcher have, unless that launcher is gone.
-          Whatever stops it, no process outlives two graces.
+          Whatever stops it, no process outlives two graces. The run's exit status is that of the script that failed,
+          never that of a signal which was sent to end it.
 Source    ours; docs/protocol.md.
 """
 
@@ -62,6 +63,8 @@ OWNER_GONE_S = 60.0
 
 FINISHED = "finished"
 
+_SIGTERM, _SIGKILL = 15, 9
+
 
 def stop(state: Roster, reason: str, now_s: float, culprit: SlotId | None = None, status: int | None = None) -> Step:
     """End the run: ask the connected to stop; the others cannot hear, so they are terminated."""
@@ -69,8 +72,8 @@ def stop(state: Roster, reason: str, now_s: float, culprit: SlotId | None = None
         return state, ()
     # Who has said that it failed, or has left, is on its way out, with an exit status of its own.
     deaf = [s for s in _alive(state) if not _is_going(state, s) and not _hears(worker_in(state, s.name))]
-    if culprit in [slot.name for slot in deaf]:
-        # It sleeps, or is a later process than the one that failed: its status will be that of our own signal.
+    if any(slot.name == culprit and not _has_gone_silent(slot) for slot in deaf):
+        # It sleeps, or is a later process than the one that failed: its status says nothing about that.
         culprit = None
     stage = Stopping(reason, Urge.ASKED, now_s, culprit, status)
     return replace(state, stage=stage), (StopAll(reason), *(Terminate(slot.agent, slot.name) for slot in deaf))
@@ -226,8 +229,32 @@ def settled(state: Roster, now_s: float) -> Step:
     return state, (Note("ended", over.reason, quiet=True), Ended(over.reason, over.completed, over.exit_status))
 
 
+def noted(state: Roster, effects: tuple[Effect, ...]) -> Roster:
+    """The state that knows of the signals among ``effects``."""
+    for effect in effects:
+        if isinstance(effect, Terminate | Kill):
+            urge = Urge.KILLED if isinstance(effect, Kill) else Urge.TERMINATED
+            slot = next((slot for slot in state.slots if slot.name == effect.slot), None)
+            if slot is not None and slot.urged < urge:
+                state = with_slot(state, replace(slot, urged=urge))
+    return state
+
+
+def _own_statuses(state: Roster) -> dict[SlotId, int]:
+    """How processes ended, save those that a signal of ours has ended."""
+    found: dict[SlotId, int] = {}
+    for slot in state.slots:
+        if isinstance(slot.process, Exited | Ending):
+            status = slot.process.status
+            terminated = status == -_SIGTERM and slot.urged >= Urge.TERMINATED
+            killed = status == -_SIGKILL and slot.urged >= Urge.KILLED
+            if not terminated and not killed:
+                found[slot.name] = status
+    return found
+
+
 def _conclusion(state: Roster) -> Over:
-    statuses = {s.name: s.process.status for s in state.slots if isinstance(s.process, Exited | Ending)}
+    statuses = _own_statuses(state)
     if isinstance(state.stage, Stopping):
         stage = state.stage
         status = stage.status
@@ -256,6 +283,11 @@ def shell_status(status: int) -> int:
 
 def _alive(state: Roster) -> list[Slot]:
     return [slot for slot in state.slots if isinstance(slot.process, Alive)]
+
+
+def _has_gone_silent(slot: Slot) -> bool:
+    """Whether the process that was a worker a moment ago is still the slot's, and not asleep: its end is on the way."""
+    return isinstance(slot.process, Alive) and slot.process.greeted and slot.asleep_s is None
 
 
 def _is_going(state: Roster, slot: Slot) -> bool:

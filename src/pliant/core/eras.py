@@ -3,7 +3,8 @@
 Question  When does an era start, who is in it, who hands the state on, and what ends it?
 Holds     Era and attempt numbers are given only here, only grow, and are never used twice. There is at most one planned
           era. An era is started only when every member of the last one has stopped or is lost, from the state of one
-          that is furthest ahead. The last worker that holds the state is not let go while another still takes it over.
+          that is furthest ahead, or one exchange behind where only such a one has the user's own state. The last worker
+          that holds the state is not let go while another still takes it over.
 Source    ours; docs/design/0007-elastic.md.
 """
 
@@ -167,8 +168,7 @@ def _renewed(state: Roster, now_s: float) -> Step:
     if not present:
         # Nothing was done yet: whoever comes begins anew.
         return replace(state, stage=Gathering(), course=Idle()), ()
-    exchange = max((member.exchange for _, member in active), default=0)
-    donor = next((worker for worker, member in active if member.exchange == exchange), present[0][0])
+    donor, exchange = _furthest(active) or (present[0][0], 0)
     if exchange <= state.started_at and now_s - course.since_s < _pause_s(state.fruitless):
         return state, ()
     joining, notes, state = _joiners(state, len(present), now_s)
@@ -176,6 +176,20 @@ def _renewed(state: Roster, now_s: float) -> Step:
         return _too_few(state, course, len(present), notes)
     state, effects = _started(state, [*(w for w, _ in present), *joining], donor.name, exchange, now_s)
     return state, (*notes, *effects)
+
+
+def _furthest(active: list[tuple[Worker, Member]]) -> tuple[Worker, int] | None:
+    """Whose state all go on with, and what that has settled.
+
+    Members are at most one exchange apart. Who lacks the user's own state has run none of its code since: going on with
+    its copy would lose what every other one has, and one exchange is computed again.
+    """
+    most = max((member.exchange for _, member in active), default=0)
+    near = [(worker, member) for worker, member in active if member.exchange >= most - 1]
+    if not near:
+        return None
+    worker, member = max(near, key=lambda each: (each[1].whole, each[1].exchange))
+    return worker, member.exchange
 
 
 def _pause_s(fruitless: int) -> float:
@@ -253,9 +267,11 @@ def _started(
     for worker in chosen:
         member = worker.standing
         if isinstance(member, Member):
-            level = founding or (member.active and member.exchange == exchange)
+            level = founding or (
+                member.active and member.exchange == exchange and (member.whole or worker.name == donor)
+            )
             # Whoever takes the state over holds it when it says so, not before.
-            member = replace(member, stopped_s=None, failed="", active=bool(level), progress_s=now_s)
+            member = replace(member, stopped_s=None, failed="", whole=True, active=bool(level), progress_s=now_s)
         elif isinstance(member, Waiting):
             # In the first era everybody takes over the leader's state at once.
             active = founding or (resuming and worker.name == donor)

@@ -74,13 +74,17 @@ class Leaving(msgspec.Struct, frozen=True):
 
 
 class Stopped(msgspec.Struct, frozen=True):
-    """The worker has stopped in ``era`` after settling ``exchange``; ``failed`` says why, if nobody told it to."""
+    """The worker has stopped in ``era`` after settling ``exchange``; ``failed`` says why, if nobody told it to.
+
+    ``whole``: it has the user's own state, too.
+    """
 
     worker: WorkerId
     era: int
     exchange: int
     active: bool
     failed: str = ""
+    whole: bool = True
 
 
 class Entered(msgspec.Struct, frozen=True):

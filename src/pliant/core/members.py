@@ -98,6 +98,14 @@ class Fate(enum.Enum):
     GIVEN_UP = "given up"
 
 
+class Urge(enum.IntEnum):
+    """How firmly processes were told to end."""
+
+    ASKED = 0
+    TERMINATED = 1
+    KILLED = 2
+
+
 class Slot(msgspec.Struct, frozen=True):
     """A place for one process. ``agent`` is empty while the launcher has not come back to a new coordinator."""
 
@@ -121,6 +129,8 @@ class Slot(msgspec.Struct, frozen=True):
     """processes in a row that failed before they called ``join``"""
     asleep_s: float | None = None
     """since when its process, which lives, is off the roster for its silence"""
+    urged: Urge = Urge.ASKED
+    """the firmest signal that was sent to its present process"""
 
 
 # A worker
@@ -168,6 +178,8 @@ class Member(msgspec.Struct, frozen=True):
     """since when it has stopped in its era; None: it has not"""
     failed: str = ""
     """why it stopped, if nobody told it to"""
+    whole: bool = True
+    """false: when it stopped, the user's own state was still on its way to it"""
     leaving: str | None = None
     """why it is to go; None: it stays"""
     leaving_s: float = 0.0
@@ -267,14 +279,6 @@ class Finishing(msgspec.Struct, frozen=True):
 
     since_s: float
     urged: bool = False
-
-
-class Urge(enum.IntEnum):
-    """What the workers of a stopping run were told last."""
-
-    ASKED = 0
-    TERMINATED = 1
-    KILLED = 2
 
 
 class Stopping(msgspec.Struct, frozen=True):

@@ -154,7 +154,7 @@ def advance(state: Roster, event: Event, now_s: float) -> Step:
     ):
         state, more = judge(state, now_s)
         effects += more
-    return state, effects
+    return endings.noted(state, effects), effects
 
 
 def _farewell(event: Event, over: Over) -> tuple[Effect, ...]:

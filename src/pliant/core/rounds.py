@@ -37,7 +37,7 @@ class Settled(msgspec.Struct, frozen=True):
     factor: float
     loss: float | None
     applied: bool
-    """false: some worker's part was not finite; samples are spent, weights stay"""
+    """false: some worker's part was not finite, or there was none; samples are spent, weights stay"""
     spans: tuple[tuple[Span, ...], ...]
     seen: bool
     """every worker's loop body is at this round now: the moment at which ``step`` may return True"""
@@ -58,6 +58,8 @@ class Settled(msgspec.Struct, frozen=True):
     """a digest of the weights is to be taken, for a later ticket"""
     drift: Drift | None = None
     """whose weights differ from the others', as the tickets show"""
+    finite: bool = True
+    """false: some worker's part was not finite"""
     layout: bytes = b""
     """the parameters whose gradients were summed"""
     touched: bytes = b""
@@ -164,6 +166,7 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         measured=told,
         weighs=phase.kind is Kind.TRAIN and len(group.roster) > 1 and drift.is_due(group.round, group.policy.watched),
         drift=differs,
+        finite=finite,
         layout=sets.layout,
         touched=sets.touched,
     )

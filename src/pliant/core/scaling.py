@@ -1,7 +1,8 @@
 """How the loss scale of mixed precision moves.
 
 Question  Which scale does the group use next, after a round that was finite or not?
-Holds     The scale is a function of the rounds alone, so it is equal on all workers.
+Holds     The scale is a function of the rounds alone, so it is equal on all workers. It stays within float32, as which
+          it is multiplied with a loss.
 Source    torch.amp.GradScaler's rule: back off on a non-finite round, grow after an interval without one.
 """
 
@@ -9,6 +10,9 @@ from __future__ import annotations
 
 import msgspec
 from msgspec.structs import replace
+
+_LARGEST = (2.0 - 2.0**-23) * 2.0**127
+"""of float32; without an overflow, in bfloat16 say, a scale would grow beyond it in the end"""
 
 
 class Scale(msgspec.Struct, frozen=True):
@@ -26,5 +30,6 @@ def after(scale: Scale, *, finite: bool) -> Scale:
     if not finite:
         return replace(scale, scale=scale.scale * scale.backoff_factor, finite_rounds=0)
     if scale.finite_rounds + 1 == scale.growth_interval:
-        return replace(scale, scale=scale.scale * scale.growth_factor, finite_rounds=0)
+        grown = scale.scale * scale.growth_factor
+        return replace(scale, scale=grown if grown <= _LARGEST else scale.scale, finite_rounds=0)
     return replace(scale, finite_rounds=scale.finite_rounds + 1)

@@ -30,6 +30,7 @@ from pliant.core.members import (
     Slot,
     Step,
     Stopping,
+    Urge,
     is_reachable,
     owner_of,
     slot_of,
@@ -166,7 +167,7 @@ def restarted(state: Roster, now_s: float) -> Step:
     for slot in state.slots:
         match slot.process:
             case Exited(restart_s=float(restart_s)) if now_s >= restart_s and is_reachable(state, slot):
-                state = with_slot(state, replace(slot, process=Alive(), restarts=slot.restarts + 1))
+                state = with_slot(state, replace(slot, process=Alive(), restarts=slot.restarts + 1, urged=Urge.ASKED))
                 note = Note("restarted", f"{slot.name} is started again", slot.name, quiet=True)
                 effects += (Start(slot.agent, slot.name), note)
             case _:

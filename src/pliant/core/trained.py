@@ -20,7 +20,6 @@ from pliant.bitmaps import common, members
 from pliant.core.agreement import Mismatch
 from pliant.core.group import Group
 from pliant.core.tickets import QUIET, Flag, Ticket
-from pliant.types import WorkerId
 
 PATIENCE = 2
 """Rounds after the first one that differs in which the others may still follow."""
@@ -34,11 +33,14 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 def layout(group: Group, tickets: Sequence[Ticket]) -> bytes:
-    """What the gradients of this round are laid out for; ``group`` is the state before it."""
+    """What the gradients of this round are laid out for; ``group`` is the state before it.
+
+    Who trains what was agreed on hands in at once, without knowing the others' tickets: one such is enough.
+    """
     if group.overlap:
         return group.trained
-    agreed = _agreed(tickets)
-    return group.trained if agreed is None else agreed
+    said = {ticket.trained for ticket in tickets if _speaks(ticket)}
+    return said.pop() if len(said) == 1 else group.trained
 
 
 def decide(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Decision] | Mismatch:
@@ -48,49 +50,49 @@ def decide(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Decision] | 
     for ticket in tickets:
         if ticket.micro_batches:
             touched = common(touched, ticket.trained)
-    after = _following(group, tickets)
+    after = _following(group, tickets, voters(group, tickets))
     return after if isinstance(after, Mismatch) else (after, Decision(laid_out, touched))
 
 
 def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
     """The same where a loop over batches begins: nothing is in flight, so what all carry counts at once."""
-    if not group.trained:
-        agreed = _agreed(tickets)
-        if agreed is None:
-            return _refusal(group, tickets)
-        return replace(group, trained=agreed)
-    return _following(group, tickets)
+    speaking = [member for member, ticket in enumerate(tickets) if _speaks(ticket)]
+    if not group.trained and len({tickets[member].trained for member in speaking}) > 1:
+        return _refusal(group, tickets, speaking)
+    return _following(group, tickets, speaking)
 
 
-def _following(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
-    agreed = _agreed(tickets)
-    if agreed == group.trained and not group.unlike:
+def voters(group: Group, tickets: Sequence[Ticket]) -> list[int]:
+    """Members whose scripts have run all code of this loop so far: who begins to compute follows what they train."""
+    speaking = [member for member, ticket in enumerate(tickets) if _speaks(ticket)]
+    settled = [member for member in speaking if group.phase.took_part[member]]
+    return settled or speaking
+
+
+def _following(group: Group, tickets: Sequence[Ticket], voters: Sequence[int]) -> Group | Mismatch:
+    said = {tickets[member].trained for member in voters}
+    if not said:
         return group
-    if agreed is not None:
-        return replace(group, trained=agreed, unlike=0)
-    if not any(_speaks(ticket) for ticket in tickets):
-        return group
-    return _refusal(group, tickets) if group.unlike >= PATIENCE else replace(group, unlike=group.unlike + 1)
+    if len(said) == 1:
+        (agreed,) = said
+        return group if agreed == group.trained and not group.unlike else replace(group, trained=agreed, unlike=0)
+    if group.unlike >= PATIENCE:
+        return _refusal(group, tickets, voters)
+    return replace(group, unlike=group.unlike + 1)
 
 
 def _speaks(ticket: Ticket) -> bool:
     return ticket.flags is QUIET or not ticket.flags & Flag.FOLLOWING
 
 
-def _agreed(tickets: Sequence[Ticket]) -> bytes | None:
-    """The set that all carry who have a say; None: they differ, or nobody has one."""
-    said = {ticket.trained for ticket in tickets if _speaks(ticket)}
-    return said.pop() if len(said) == 1 else None
-
-
-def _refusal(group: Group, tickets: Sequence[Ticket]) -> Mismatch:
+def _refusal(group: Group, tickets: Sequence[Ticket], voters: Sequence[int]) -> Mismatch:
     """Who trains what others do not, with the parameters by their numbers."""
-    speaking = [(worker, t) for worker, t in zip(group.roster, tickets, strict=True) if _speaks(t)]
-    first, theirs = speaking[0][0], speaking[0][1].trained
-    other, others = next(((w, t.trained) for w, t in speaking if t.trained != theirs), (first, theirs))
-    only = set(members(theirs)) ^ set(members(others))
+    first, theirs = voters[0], tickets[voters[0]].trained
+    other = next(member for member in voters if tickets[member].trained != theirs)
+    only = set(members(theirs)) ^ set(members(tickets[other].trained))
     trains, freezes = (first, other) if only & set(members(theirs)) else (other, first)
-    return Mismatch(_REASON.format(trains=WorkerId(trains), freezes=WorkerId(freezes)), tuple(sorted(only)))
+    reason = _REASON.format(trains=group.roster[trains], freezes=group.roster[freezes])
+    return Mismatch(reason, tuple(sorted(only)))
 
 
 _REASON = (

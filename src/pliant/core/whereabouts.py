@@ -95,7 +95,13 @@ def stopped(state: Roster, worker: Worker, event: Stopped, now_s: float) -> Step
     if not isinstance(member, Member) or event.era < lowest or member.stopped_s is not None:
         return state, ()
     member = replace(
-        member, stopped_s=now_s, exchange=event.exchange, active=event.active, failed=event.failed, progress_s=now_s
+        member,
+        stopped_s=now_s,
+        exchange=event.exchange,
+        active=event.active,
+        whole=event.whole,
+        failed=event.failed,
+        progress_s=now_s,
     )
     state = replace(state, settled=max(state.settled, event.exchange), last_era=max(state.last_era, event.era))
     return with_standing(state, worker, member), ()

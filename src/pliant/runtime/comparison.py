@@ -26,8 +26,9 @@ from pliant.runtime.update import Training
 
 # A loss per sample, or a norm, below this is compared as if it were this: nothing is left of it but rounding.
 _LEAST = 1e-6
-# Says when a worker is lost, and nothing about what is computed.
-_OF_NO_EFFECT = ("dead_after",)
+# Says when a worker is lost, and nothing about what is computed; a loss scale is taken out again, and a script that
+# was made for a GPU has none where it is replayed without one.
+_OF_NO_EFFECT = ("dead_after", "scaler")
 
 NAMES = {Kind.TRAIN: "batches", Kind.EVALUATE: "evaluate"}
 """What the script calls to open a phase."""

@@ -120,12 +120,14 @@ class Crossing:
 
     def _stop(self, era: int, reason: str) -> None:
         told = self._eras.place.link.mailbox.broken_era >= era
-        active = not self._member.follows
-        exchange = self._member.group.exchange
-        if active and not self._eras.holds_all:
-            # The user's own state was still on its way: who has it is the better donor.
-            exchange = max(1, exchange - 1)
-        self._eras.place.stop(era, exchange, active=active, failed="" if told else reason)
+        self._eras.place.stop(
+            era,
+            self._member.group.exchange,
+            active=not self._member.follows,
+            # While the user's own state is on its way, who has it is the better donor.
+            whole=self._eras.holds_all,
+            failed="" if told else reason,
+        )
 
     def _lose_flights(self) -> None:
         training, work = self._member.training, self._member.work

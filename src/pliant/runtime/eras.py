@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from pliant.control import messages
 from pliant.control.client import Position
@@ -44,15 +45,18 @@ class Handed(msgspec.Struct, frozen=True):
     """the exchange that makes the buffers equal is still to come"""
 
 
-_decoder = msgspec.msgpack.Decoder(Handed)
+_decoder = msgspec.msgpack.Decoder(tuple[Handed, bytes])
 
 
 def encoded(handed: Handed) -> bytes:
-    return msgspec.msgpack.encode(handed)
+    # msgpack has no numbers above 64 bits, and a model may have more buffers than that.
+    live = handed.live.to_bytes((handed.live.bit_length() + 7) // 8, "little")
+    return msgspec.msgpack.encode((replace(handed, live=0), live))
 
 
 def decoded(payload: bytes) -> Handed:
-    return _decoder.decode(payload)
+    handed, live = _decoder.decode(payload)
+    return replace(handed, live=int.from_bytes(live, "little"))
 
 
 def packed_entry(entry: Entry) -> bytes:
@@ -295,13 +299,13 @@ class Eras:
             self._takeover.pursue(exchange)
 
     def averaged(
-        self, exchange: int, present: int, factor: float, scheduled: tuple[float, float]
+        self, exchange: int, present: int, factor: float, scheduled: tuple[float, float], *, finite: bool
     ) -> Callable[[Any], bool] | None:
         """Whom to show a round's mean gradients; it says whether it keeps them."""
         pursuing = self._takeover
         if pursuing is None:
             return None
-        return lambda means: pursuing.note(exchange, means, present, factor, scheduled)
+        return lambda means: pursuing.note(exchange, means, present, factor, scheduled, finite=finite)
 
     def lacks(self, parameters: Sequence[int]) -> None:
         """The group has come to train parameters that this newcomer's optimizer does not have: ask for them again."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 from torch import Tensor
 
-from pliant.core import agreement, drift, postscripts, rounds, standings
+from pliant.core import agreement, drift, postscripts, rounds, standings, trained
 from pliant.core.agreement import Mismatch
 from pliant.core.group import Group, Standing
 from pliant.core.rounds import Settled
@@ -93,7 +93,8 @@ class Exchanges:
             member.work.enter_phase()
         member.group = group
         member.turned = group.exchange
-        self._adopt(before, gathered)
+        if gathered[agreement.opening(gathered).index(True)].kind is Kind.TRAIN:
+            self._adopt(before, gathered)
         plan = agreement.agreed_plan(group, gathered)
         if plan is not None:
             self._switch(plan)
@@ -126,10 +127,14 @@ class Exchanges:
         return Refused(reason)
 
     def _adopt(self, before: Group, tickets: list[Ticket]) -> None:
-        """The group has agreed to train other parameters; who merely goes along has not run the code that says so."""
+        """The group trains other parameters; who goes along, or has just begun, has not run the code that says so."""
         member = self._member
-        agreed = member.group.trained
-        if agreed == before.trained or not tickets[before.roster.index(member.me)].flags & Flag.FOLLOWING:
+        agreed, me = member.group.trained, before.roster.index(member.me)
+        follows = bool(tickets[me].flags & Flag.FOLLOWING)
+        if not follows and (not before.open or me in trained.voters(before, tickets)):
+            return
+        # What a newcomer lacks comes with the state, unless it changes meanwhile.
+        if agreed == (before.trained if member.follows else member.training.look()):
             return
         lacking = member.training.adopt(agreed)
         if lacking and member.eras is not None and member.follows:
@@ -169,8 +174,8 @@ class Exchanges:
         member.group, outcome = decision
         member.fresh = standings.fresh(member.fresh, before, member.group, handed_in)
         work.flight = None
-        trained = outcome.kind is Kind.TRAIN
-        merged = trained and self._merge(outcome, flight, bitmap)
+        is_training = outcome.kind is Kind.TRAIN
+        merged = is_training and self._merge(outcome, flight, bitmap)
         # Whoever went along has handed in nothing to the following round already, in order to see the tickets.
         goes_on = not (outcome.ended or outcome.plan or flight.closed)
         if goes_on and self._overlaps(before) and self._bounds.due_at_once():
@@ -178,13 +183,13 @@ class Exchanges:
                 # It went along: what it would hand in is the very buffer that is still to be applied.
                 member.training.gradients.lose(flight.filled)
             self._handing.hand_in_or_remember(following, returning=True)
-        if trained:
+        if is_training:
             self._apply(before, outcome, flight, bitmap)
             self._adopt(before, handed_in)
             self._answer_for(outcome)
         member.witness.settled(member.group, outcome, handed_in, self.applied_rate)
         self.last = outcome
-        if trained and outcome.seen and not in_body:
+        if is_training and outcome.seen and not in_body:
             self._fall_behind(before)
         if outcome.ended:
             self._end_phase(outcome, handed_in, merged=merged)
@@ -249,7 +254,9 @@ class Exchanges:
         averaged = None
         if member.eras is not None:
             touched = bitmap & int.from_bytes(outcome.touched, "little") if outcome.touched else bitmap
-            averaged = member.eras.averaged(before.exchange + 1, touched, outcome.factor, scheduled)
+            averaged = member.eras.averaged(
+                before.exchange + 1, touched, outcome.factor, scheduled, finite=outcome.finite
+            )
         self.last_trained = outcome
         self.applied_rate = training.rate * outcome.factor
         training.apply(outcome, flight.filled, bitmap, averaged, measures=outcome.measures)

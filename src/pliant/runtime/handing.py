@@ -123,7 +123,7 @@ class HandingIn:
     def _bitmap(self) -> int:
         """What this contribution has touched."""
         training = self._member.training
-        training.gradients.check()
+        training.check()
         present = training.gradients.present()
         training.check_parameters(present)
         return present | training.buffers.changed() << len(training.parameters)
@@ -153,7 +153,7 @@ class HandingIn:
         """Hand in the ticket alone: what is summed depends on what the others train (``complete``)."""
         member, work, training = self._member, self._member.work, self._member.training
         mine = work.contribution
-        training.gradients.check()
+        training.check()
         ticket = member.ticket(Kind.TRAIN, flags)
         training.gradients.lay_out(ticket.trained)
         flight = Flight(None, None, mine.micro_batches)
@@ -236,7 +236,7 @@ class HandingIn:
         member, work = self._member, self._member.work
         mine = work.contribution
         # What the script has spoilt is found before anybody is told.
-        member.training.gradients.check()
+        member.training.check()
         member.training.gradients.lay_out(member.group.trained)
         ticket = member.ticket(Kind.TRAIN, flags)
         flight = Flight(None, None, mine.micro_batches)

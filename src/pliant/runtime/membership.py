@@ -237,6 +237,7 @@ def _connected(job: Job) -> Link:
 
 def _entered(job: Job, link: Link, offer: Offer) -> Membership:
     donor = handoff.Donor(link.local_address, job.token)
+    training = offer.prepared(True)
     described = signature(offer.model, offer.optimizer, offer.agreed)
 
     def placed(link: Link) -> Place:
@@ -249,19 +250,22 @@ def _entered(job: Job, link: Link, offer: Offer) -> Membership:
         eras.place.link.close()
         return placed(_connected(job))
 
+    def share(channel: Any, look: Callable[[], None]) -> None:
+        taken_over(channel, offer, look)
+        training.read_scale()
+
     witness = Reporter(link, described.settings, summary(described))
     eras = Eras(
         placed(link),
         donor,
         lambda address: handoff.Recipient(address, job.token),
         {**offer.carried, "journal": witness},
-        lambda channel, look: taken_over(channel, offer, look),
+        share,
         come_back,
         lambda: _end_after(job.grace_s),
     )
     newcomer = founded(offer.policy, 0, (WorkerId(link.worker),))
     newcomer = replace(newcomer, standings=(Standing.FOLLOWING,))
-    training = offer.prepared(True)
     worker = Worker(
         WorkerId(link.worker),
         newcomer,

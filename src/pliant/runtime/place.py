@@ -51,7 +51,7 @@ class Link(Protocol):
     def ready(self, signature: Signature, address: str, call: Call | None) -> None: ...
     def leaving(self, reason: str) -> None: ...
     def saved(self, name: str, records: int, round_: int) -> None: ...
-    def stopped(self, era: int, exchange: int, *, active: bool, failed: str = "") -> None: ...
+    def stopped(self, era: int, exchange: int, *, active: bool, whole: bool = True, failed: str = "") -> None: ...
     def entered(self, era: int, exchange: int) -> None: ...
     def plan(self, epochs: int | None, samples: int | None) -> None: ...
     def put(self, attempt: int, key: str, value: bytes) -> None: ...
@@ -126,6 +126,8 @@ class Place:
         """begun by the link's thread, not taken up yet"""
         self._left: tuple[Broken, Forming] | None = None
         """the same for those who are left of an era that is over"""
+        self._said: tuple[int, bool, bool] | None = None
+        """what this worker said of itself when it stopped last: exchange, active, whole"""
         self._mailbox.on_group = self._begin_early
 
     @property
@@ -239,10 +241,17 @@ class Place:
         """Ask to become a member."""
         self.link.ready(self._signature, self._address, call)
 
-    def stop(self, era: int, exchange: int, *, active: bool, failed: str = "") -> None:
-        """Say that nothing more of the era will be settled here."""
+    def stop(self, era: int, exchange: int, *, active: bool, whole: bool = True, failed: str = "") -> None:
+        """Say that nothing more of the era will be settled here; ``whole``: the user's own state is here, too."""
         self._give_up_plan()
-        self.link.stopped(era, exchange, active=active, failed=failed)
+        self._said = exchange, active, whole
+        self.link.stopped(era, exchange, active=active, whole=whole, failed=failed)
+
+    def _stop_again(self, era: int, failed: str = "") -> None:
+        """Another era is over before this worker was in it: it holds what it held when it stopped."""
+        at = self.link.position
+        exchange, active, whole = self._said or (at.exchange, at.active, True)
+        self.stop(era, exchange, active=active, whole=whole, failed=failed)
 
     def next_seat(self, era: int, expect: Callable[[EraPlan], None]) -> Seat:
         """Wait for an era after ``era`` that has a place for this worker, and form its group.
@@ -263,8 +272,7 @@ class Place:
                 era = start.era
                 # A plan that comes to nothing is replaced by the coordinator on its own.
                 if isinstance(start, EraStart):
-                    at = self.link.position
-                    self.stop(start.era, at.exchange, active=at.active, failed="the group could not be formed")
+                    self._stop_again(start.era, "the group could not be formed")
                 continue
             roster = tuple(WorkerId(name) for name in start.roster)
             donor = start.roster.index(start.donor)
@@ -301,8 +309,8 @@ class Place:
                 return start
             if start is not None and start.era > era:
                 # Over before this worker looked; the others wait for its answer all the same.
-                era, at = mailbox.broken_era, self.link.position
-                self.stop(era, at.exchange, active=at.active)
+                era = mailbox.broken_era
+                self._stop_again(era)
             # A plan is for newcomers: a member whose era broke has given up its part in it.
             outside = self.link.position.era == 0
             if outside and plan is not None and plan.era > max(era, mailbox.broken_era) and self.me in plan.roster:

@@ -176,6 +176,7 @@ class Saving:
                 manifest, state = self._store.read(name)
                 handed = _handed(manifest)
                 _compare(manifest, handed, state, training, group)
+                _compare_carried(manifest, state[takeover.META], carried)
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
@@ -217,6 +218,17 @@ def _compare(manifest: Manifest, handed: Handed, state: Any, training: Training,
         value = state[f"p{index}"]["value"]
         if value.shape != p.shape or value.dtype != p.dtype:
             raise CheckpointError(f"checkpoint {manifest.name} is of another model: parameter {index} differs from it")
+
+
+def _compare_carried(manifest: Manifest, meta: Mapping[str, Any], carried: Mapping[str, Any]) -> None:
+    """Raise where the script brings a schedule or a scaler that the checkpoint knows nothing of, or the reverse."""
+    for name in ("scheduler", "scaler"):
+        there, here = bool(meta["outer"].get(name)), carried.get(name) is not None
+        if there != here:
+            raise CheckpointError(
+                f"checkpoint {manifest.name} is of a run {'with' if there else 'without'} {name}=…: "
+                f"call join {'with' if there else 'without'} it, or use another directory for this run"
+            )
 
 
 def _say(text: str) -> None:

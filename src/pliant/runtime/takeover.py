@@ -59,6 +59,7 @@ class _Round:
     hyper: list[dict[str, Any]]
     """what the schedule said"""
     applied: bool
+    finite: bool
     scheduled: tuple[float, float]
     """what the schedule had counted before and after it"""
 
@@ -279,6 +280,8 @@ class Takeover:
         present: int,
         factor: float,
         scheduled: tuple[float, float],
+        *,
+        finite: bool = True,
     ) -> bool:
         """A round was settled as ``exchange``; ``means`` are its gradients, None if it was not applied.
 
@@ -293,7 +296,7 @@ class Takeover:
             needed = {index: means.views[index] for index in asked.parameters if present >> index & 1}
             gradients = {index: view if kept else view.clone() for index, view in needed.items() if view is not None}
         hyper = self._training.scheduled()
-        asked.since.append(_Round(exchange, gradients, kept, factor, hyper, means is not None, scheduled))
+        asked.since.append(_Round(exchange, gradients, kept, factor, hyper, means is not None, finite, scheduled))
         return kept is not None
 
     def note_result(self, exchange: int, result: float) -> None:
@@ -327,7 +330,7 @@ class Takeover:
             training.catch_up(each.gradients, each.factor, None if schedules else each.hyper)
             if schedules:
                 training.advance_schedule(*each.scheduled)
-                training.follow_scale(applied=each.applied)
+                training.follow_scale(applied=each.applied, finite=each.finite)
         elif schedules:
             training.evaluated(each.result)
 
@@ -408,7 +411,8 @@ def install_meta(training: Training, carried: Mapping[str, Any], meta: Mapping[s
     Which parameters are trained is taken over when the script is where the group is, or with the next update.
     """
     for name, value in meta["outer"].items():
-        carried[name].load_state_dict(value)
+        if carried.get(name) is not None:
+            carried[name].load_state_dict(value)
     training.trained.take_over(meta["trained"], later=True)
     for index in meta["buffers"]:
         training.buffers.grow(1 << index)

@@ -33,6 +33,8 @@ class _Take:
     loss: Tensor | float = 0.0
     norm: float | None = 0.0
     present: int = 0
+    scale: float = 1.0
+    """of the losses whose gradients lie in the buffer"""
     merged: Tensor | None = None
     finished: bool = False
     left_out: bool = False
@@ -88,7 +90,7 @@ class Takes:
         take = self._takes.get(part)
         begun = take is not None
         if take is None:
-            take = self._takes[part] = _Take()
+            take = self._takes[part] = _Take(scale=training.scale)
         before = None if begun else part.before
         if before is not None and (before.round == 0 or before.round > group.round):
             # It was handed in before this one was begun.
@@ -98,6 +100,10 @@ class Takes:
         training.back()
         if stretch.ahead:
             self._go_ahead(before, take.buffer, group)
+        if take.scale != training.scale:
+            # It has moved since the last stretch, as it did on the worker.
+            take.buffer.scale(training.scale / take.scale)
+            take.scale = training.scale
         training.gradients.fill(take.buffer, begun=begun)
         if before is not None and before.round == 0:
             self._let_go(self._takes.pop(before))
@@ -156,7 +162,7 @@ class Takes:
             take.buffer = training.gradients.filling
             assert take.buffer is not None
             take.present = training.gradients.present()
-            take.buffer.scale(1.0 / (part.line.scale if part.line is not None else training.scale))
+            take.buffer.scale(1.0 / take.scale)
             norm = take.buffer.squared_norm()
         take.norm = norm if math.isfinite(loss + norm) else None
         if take.left_out and part.line is not None and part.line.flags & Flag.NONFINITE:

@@ -91,8 +91,8 @@ def event(worker: WorkerId, message: messages.FromWorker, calls: Sequence[PhaseR
             return events.Beaten(worker, m.round, m.progress, m.waiting, m.usual_s, m.active, m.era)
         case messages.Leaving(reason=reason):
             return events.Leaving(worker, first_line(reason))
-        case messages.Stopped(era=era, exchange=exchange, active=active, failed=failed):
-            return events.Stopped(worker, era, exchange, active, first_line(failed))
+        case messages.Stopped(era=era, exchange=exchange, active=active, failed=failed, whole=whole):
+            return events.Stopped(worker, era, exchange, active, first_line(failed), whole)
         case messages.Entered(era=era, exchange=exchange):
             return events.Entered(worker, era, exchange)
         case messages.Failed(reason=reason, fatal=fatal, own=own):

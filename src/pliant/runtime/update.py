@@ -9,7 +9,6 @@ Holds     The optimizer sees plain weights, the weighted mean gradient (clipped 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,13 +21,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pliant.bitmaps import members as members_of
-from pliant.core import drift, rates, scaling
+from pliant.core import drift, rates
 from pliant.core.rounds import Settled
 from pliant.errors import UsageError
 from pliant.tensors.buffers import Buffers
 from pliant.tensors.fingerprint import Fingerprint
 from pliant.tensors.gradients import Buffer, Gradients
 from pliant.tensors.lookahead import LookAhead
+from pliant.worker.loss_scale import LossScale
 from pliant.worker.trained_set import TrainedSet
 
 _STEP = (
@@ -89,8 +89,7 @@ class Training:
         self._clip_norm = clip_norm
         self._moments = moments
         self._scheduler, self._schedule_by = scheduler, schedule_by
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._scale = _scale_of(self._scaler) if self._scaler else None
+        self.loss_scale = LossScale(scaler, optimizer) if scaler is not None and scaler.is_enabled() else None
         self._stepping = False
         self._hook = optimizer.register_step_pre_hook(self._own_step_only)
 
@@ -112,7 +111,7 @@ class Training:
 
     @property
     def scale(self) -> float:
-        return self._scale.scale if self._scale else 1.0
+        return self.loss_scale.value if self.loss_scale else 1.0
 
     @property
     def rate(self) -> float:
@@ -130,13 +129,26 @@ class Training:
         ``ready`` is told of each part of the gradients that is complete.
         """
         now = self.look()
-        self.gradients.check()
+        self.check()
+        if self.loss_scale is not None:
+            self.loss_scale.refuse_scaled(loss)
         self.gradients.admit(now)
         share = weight / self.reference
         scaled = loss if share == 1.0 else loss * share
         with self.gradients.watched(ready) if ready is not None else nullcontext():
-            (self._scaler.scale(scaled) if self._scaler else scaled).backward()
+            (self.loss_scale.scaled(scaled) if self.loss_scale else scaled).backward()
         self.gradients.accumulated()
+
+    def explain(self, error: BaseException) -> None:
+        """The script ends with ``error``: add what to do about it, where that is known here."""
+        if self.loss_scale is not None:
+            self.loss_scale.explain(error)
+
+    def check(self) -> None:
+        """Raise if the script has spoilt the gradients since the last ``backward``."""
+        if self.loss_scale is not None:
+            self.loss_scale.refuse_own_calls()
+        self.gradients.check()
 
     # -- which parameters are trained
 
@@ -173,7 +185,7 @@ class Training:
         if filling is not None:
             filling.scale(1.0 / self.scale)
             return filling.squared_norm()
-        if self._scaler is None:
+        if self.loss_scale is None:
             return None
         own = self._own_gradients()
         torch._foreach_mul_(own, 1.0 / self.scale)
@@ -252,7 +264,7 @@ class Training:
             self.gradients.lose(summed)
         else:
             self.gradients.take_back(summed)
-        self.follow_scale(applied=outcome.applied)
+        self.follow_scale(applied=outcome.applied, finite=outcome.finite)
 
     def _without_untouched(self, touched: bytes, summed: Buffer | None, present: int) -> int:
         """Which gradients the update uses: none of parameters that some contribution was not computed for."""
@@ -290,6 +302,7 @@ class Training:
 
     def catch_up(self, gradients: dict[int, Tensor], factor: float, scheduled: list[dict[str, Any]] | None) -> None:
         """Make one past update of the parameters in ``gradients``; ``scheduled`` is what the schedule said then."""
+        self.trained.settle()
         before = [p.grad for p in self.parameters]
         now = [{name: group[name] for name in _SCHEDULED if name in group} for group in self.optimizer.param_groups]
         for index, p in enumerate(self.parameters):
@@ -307,20 +320,25 @@ class Training:
         for group, values in zip(self.optimizer.param_groups, hyper, strict=True):
             group.update(values)
 
-    def follow_scale(self, *, applied: bool) -> None:
-        """Move the loss scale as all workers do after a round."""
-        if self._scale is not None and self._scaler is not None:
-            self._scale = scaling.after(self._scale, finite=applied)
-            self._scaler.update(self._scale.scale)
+    def follow_scale(self, *, applied: bool, finite: bool) -> None:
+        """Move the loss scale as all workers do after a round; one that had no weight says nothing about it."""
+        if self.loss_scale is not None and (applied or not finite):
+            moved = self.loss_scale.follow(finite=finite)
+            if moved != 1.0 and self.gradients.filling is not None:
+                # A contribution that was begun before goes on after, and is divided by one scale.
+                self.gradients.filling.scale(moved)
+
+    def read_scale(self) -> None:
+        """The scaler has just been loaded with the leader's state."""
+        if self.loss_scale is not None:
+            self.loss_scale.read()
 
     def scale_state(self) -> list[float] | None:
-        return None if self._scale is None else list(dataclasses.astuple(self._scale))
+        return None if self.loss_scale is None else self.loss_scale.state()
 
     def take_scale(self, state: list[float] | None) -> None:
-        if state is not None and self._scale is not None and self._scaler is not None:
-            kinds = [type(value) for value in dataclasses.astuple(self._scale)]
-            self._scale = scaling.Scale(*(kind(value) for kind, value in zip(kinds, state, strict=True)))
-            self._scaler.update(self._scale.scale)
+        if state is not None and self.loss_scale is not None:
+            self.loss_scale.take(state)
 
     def _average(self, summed: Buffer | None, mean: float, *, measures: bool) -> float | None:
         """Turn sums into clipped means; the squared norm of the means before clipping, where it was taken."""
@@ -375,6 +393,7 @@ class Training:
     def evaluated(self, result: float) -> None:
         """A top-level ``evaluate`` is over; a schedule that follows results is stepped with it."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
+            self.trained.settle()
             self._scheduler.step(result)
 
     def end_epoch(self, epoch: int) -> None:
@@ -388,6 +407,7 @@ class Training:
     def _step_schedule(self) -> None:
         if self._scheduler is None:
             return
+        self.trained.settle()
         with warnings.catch_warnings():
             # A round the group skips advances the schedule without an optimizer step: intended here.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
@@ -410,12 +430,3 @@ class Training:
 
 def _held(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _scale_of(scaler: torch.amp.GradScaler) -> scaling.Scale:
-    return scaling.Scale(
-        scale=float(scaler.get_scale()),
-        growth_factor=float(scaler.get_growth_factor()),
-        backoff_factor=float(scaler.get_backoff_factor()),
-        growth_interval=int(scaler.get_growth_interval()),
-    )

@@ -288,7 +288,7 @@ class Checker:
 class _Applied:
     """A journaled round as ``Training.apply`` reads it."""
 
-    touched = b""
+    touched, finite = b"", True
 
     def __init__(self, record: journal.RoundRecord) -> None:
         self.applied, self.weight, self.factor = record.applied, record.weight, record.factor

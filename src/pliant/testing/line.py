@@ -136,10 +136,10 @@ class VirtualLink(Link):
 
     # -- what the main loop says
 
-    def stopped(self, era: int, exchange: int, *, active: bool, failed: str = "") -> None:
+    def stopped(self, era: int, exchange: int, *, active: bool, whole: bool = True, failed: str = "") -> None:
         self.stopped_era = max(self.stopped_era, era)
-        self.process.world.note("stopped", self.worker, era, exchange, active, failed[:40])
-        super().stopped(era, exchange, active=active, failed=failed)
+        self.process.world.note("stopped", self.worker, era, exchange, active, whole, failed[:40])
+        super().stopped(era, exchange, active=active, whole=whole, failed=failed)
 
     def put(self, attempt: int, key: str, value: bytes) -> None:
         if self.process.alive:

@@ -13,16 +13,23 @@ import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
+from pliant import bitmaps
+from pliant.bitmaps import bitmap, common
 from pliant.runtime.update import Training
+from pliant.worker.trained_set import TrainedSet
 
 PRIME = (1 << 61) - 1
 POISON = 0x5EED5EED5EED5EED % PRIME
 """what an exchange that did not complete leaves in its memory"""
 PARAMETERS = 3
-PARTS = (1, 2)
+PARTS = ((0,), (1, 2))
 """of the parameters, as they are summed"""
+ALL = bitmap(range(PARAMETERS), PARAMETERS)
+
+
+members_of = functools.lru_cache(bitmaps.members)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -44,14 +51,18 @@ def gradient(epoch: int, position: int) -> tuple[int, ...]:
 class Number:
     """A parameter, or a copy of one."""
 
-    __slots__ = ("__weakref__", "grad", "value")
+    __slots__ = ("__weakref__", "grad", "requires_grad", "value")
     nbytes = 8
     shape = ()
-    dtype = "number"
+    dtype = device = "number"
 
     def __init__(self, value: int) -> None:
         self.value = value
         self.grad: Number | None = None
+        self.requires_grad = True
+
+    def requires_grad_(self, requires: bool) -> None:
+        self.requires_grad = requires
 
     def detach(self) -> Number:
         return self
@@ -91,6 +102,9 @@ class _View:
     def value(self) -> int:
         return self._flat.values[self._index]
 
+    def add(self, value: int) -> None:
+        self._flat.values[self._index] += value
+
     def clone(self) -> Number:
         return Number(self.value)
 
@@ -98,15 +112,48 @@ class _View:
 class VirtualBuffer:
     """One contribution's gradients: ``tensors.gradients.Buffer``."""
 
-    def __init__(self) -> None:
-        self.flats = self.parts = [Flat([0] * size) for size in PARTS]
-        self.views = [_View(flat, index) for flat in self.flats for index in range(len(flat.values))]
+    def __init__(self, members: bytes = ALL) -> None:
+        self.members = members
+        laid_out = [[index for index in part if index in members_of(members)] for part in PARTS]
+        self.flats = self.parts = [Flat([0] * len(part)) for part in laid_out if part]
+        self.views: list[_View | None] = [None] * PARAMETERS
+        for flat, part in zip(self.flats, (part for part in laid_out if part), strict=True):
+            for place, index in enumerate(part):
+                self.views[index] = _View(flat, place)
+        self.loose: dict[int, int] = {}
+        self.trained: bytes | None = None
         self.present = 0
-        self.members = b"\x07"
+
+    def add(self, index: int, value: int) -> None:
+        """A gradient of one parameter."""
+        view = self.views[index]
+        if view is None:
+            self.loose[index] = self.loose.get(index, 0) + value
+        else:
+            view.add(value)
+
+    def leave_out(self, indices: Sequence[int]) -> None:
+        for view in (self.views[index] for index in indices):
+            if view is not None:
+                view.add(-view.value)
+
+    def laid_out_for(self, members: bytes) -> VirtualBuffer:
+        """The same gradients in another layout."""
+        if members == self.members:
+            self.loose = {}
+            return self
+        other = VirtualBuffer(members)
+        other.trained, other.present = self.trained, 0
+        for index, view in enumerate(other.views):
+            own = self.views[index]
+            if view is not None and self.present >> index & 1:
+                view.add(own.value if own is not None else self.loose[index])
+                other.present |= 1 << index
+        return other
 
     def squared_norm(self) -> float:
         """Some number that depends on all of it: who sums something else is noticed."""
-        return sum(self.scaled_norm(part, 1.0) for part in range(len(PARTS)))
+        return sum(self.scaled_norm(part, 1.0) for part in range(len(self.parts)))
 
     def scaled_norm(self, part: int, factor: float) -> float:
         """The same of one part."""
@@ -127,25 +174,35 @@ class VirtualBuffer:
 class VirtualGradients:
     """``tensors.gradients.Gradients``: two buffers that are swapped at each hand-in."""
 
-    def __init__(self, parameters: Sequence[Number]) -> None:
+    def __init__(self, parameters: Sequence[Number], look: Callable[[], bytes]) -> None:
         self.parameters = parameters
-        self.parts = len(PARTS)
         self.orderly = True
         self.late = False
-        self.trained: bytes | None = None
-        self.optimized = range(PARAMETERS)
+        self.optimized: Sequence[int] = range(PARAMETERS)
+        self._look = look
+        self._members = look()
         self._spare: VirtualBuffer | None = None
-        self._filling: VirtualBuffer | None = VirtualBuffer()
+        self._filling: VirtualBuffer | None = VirtualBuffer(self._members)
 
     @property
     def filling(self) -> VirtualBuffer | None:
         return self._filling
 
+    @property
+    def parts(self) -> int:
+        return 0 if self._filling is None else len(self._filling.parts)
+
+    @property
+    def trained(self) -> bytes | None:
+        return None if self._filling is None else self._filling.trained
+
     def check(self) -> None:
         """Nobody else touches them."""
 
     def lay_out(self, members: bytes) -> None:
-        """All parameters, always."""
+        if members and self._filling is not None:
+            self._members = members
+            self._filling = self._filling.laid_out_for(members)
 
     def present(self) -> int:
         assert self._filling is not None
@@ -155,17 +212,23 @@ class VirtualGradients:
         filled = self._filling
         if filled is not None and overlap:
             self._filling, self._spare = self._spare, None
+            if self._filling is not None and self._filling.members != self._members:
+                self._filling = VirtualBuffer(self._members)
             if self._filling is None and not returning:
-                self._filling = VirtualBuffer()
+                self._filling = VirtualBuffer(self._members)
         return filled
 
     def expose(self, filled: VirtualBuffer | None, present: int) -> None:
         assert filled is not None
-        for index, p in enumerate(self.parameters):
-            p.grad = Number(filled.views[index].value) if present >> index & 1 else None
+        for index, (p, view) in enumerate(zip(self.parameters, filled.views, strict=True)):
+            p.grad = Number(view.value) if view is not None and present >> index & 1 else None
 
     def take_back(self, filled: VirtualBuffer | None) -> None:
         assert filled is not None
+        if filled.members != self._members:
+            if self._filling is filled:
+                self._filling = None
+            filled = VirtualBuffer(self._members)
         filled.clear()
         if self._filling is None or self._filling is filled:
             self._filling = filled
@@ -174,8 +237,9 @@ class VirtualGradients:
 
     def lose(self, filled: VirtualBuffer | None) -> None:
         if filled is not None and (self._filling is None or self._filling is filled):
-            self._filling = self._spare or VirtualBuffer()
-            self._spare = None
+            spare, self._spare = self._spare, None
+            fits = spare is not None and spare.members == self._members
+            self._filling = spare if fits else VirtualBuffer(self._members)
 
     def discard(self) -> None:
         if self._filling is not None:
@@ -185,16 +249,19 @@ class VirtualGradients:
         """What ``backward`` does; ``ready`` is told of each part that is complete."""
         filling = self._filling
         assert filling is not None, "a gradient is computed while both buffers are away"
-        index = 0
-        for part, size in enumerate(PARTS):
-            values = filling.parts[part].values
-            for position in positions:
-                for place, value in enumerate(gradient(epoch, position)[index : index + size]):
-                    values[place] += value
-            index += size
-            ready(part)
-        for position in positions:
-            filling.present |= 0b011 if position % 5 else 0b111
+        now = self._look()
+        filling.trained = now if filling.trained is None else common(filling.trained, now)
+        told = 0
+        for part in PARTS:
+            for index in part:
+                for position in positions if index in members_of(now) else ():
+                    value = gradient(epoch, position)[index]
+                    if value:
+                        filling.add(index, value)
+                        filling.present |= 1 << index
+            if any(filling.views[index] is not None for index in part):
+                ready(told)
+                told += 1
 
     def written(self, values: Sequence[float]) -> Flat:
         return Flat(list(values))  # type: ignore[arg-type]
@@ -325,32 +392,17 @@ class VirtualFingerprint:
         return zlib.crc32(b"%d" % self._parameters[turn % self.parts].value)
 
 
-class VirtualTrainedSet:
-    """``worker.trained_set.TrainedSet`` of a script that trains everything."""
+class _Model:
+    """What ``worker.trained_set`` asks of a module."""
 
-    def __init__(self, optimizer: VirtualOptimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, numbers: Sequence[Number]) -> None:
+        self._numbers = numbers
 
-    def look(self) -> bytes:
-        return b"\x07"
+    def parameters(self) -> Sequence[Number]:
+        return self._numbers
 
-    def settle(self) -> None: ...
-
-    def check(self) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        group = self._optimizer.param_groups[0]
-        return {"lr": group["lr"], "momentum": group["momentum"]}
-
-    def take_over(self, state: Mapping[str, Any], *, later: bool) -> None:
-        self._optimizer.param_groups[0].update(state)
-
-    def adopt(self, agreed: bytes) -> list[int]:
-        return []
-
-    @property
-    def optimized(self) -> range:
-        return range(PARAMETERS)
+    def named_parameters(self) -> list[tuple[str, Number]]:
+        return [(f"number {index}", number) for index, number in enumerate(self._numbers)]
 
 
 class VirtualOptimizer:
@@ -361,15 +413,21 @@ class VirtualOptimizer:
         self.state: dict[Number, dict[str, Any]] = _States()
 
     def step(self) -> None:
-        group = self.param_groups[0]
-        rate, keep = exact(group["lr"]), exact(group["momentum"])
-        for p in group["params"]:
-            if p.grad is not None:
-                state = self.state[p]
-                carried = state["momentum"].value if "momentum" in state else 0
-                momentum = (carried * keep + p.grad.value) % PRIME
-                state["momentum"] = Number(momentum)
-                p.value = (p.value - rate * momentum) % PRIME
+        for group in self.param_groups:
+            rate, keep = exact(group["lr"]), exact(group["momentum"])
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._move(p, rate, keep)
+
+    def _move(self, p: Number, rate: int, keep: int) -> None:
+        state = self.state[p]
+        carried = state["momentum"].value if "momentum" in state else 0
+        momentum = (carried * keep + p.grad.value) % PRIME  # type: ignore[union-attr]
+        state["momentum"] = Number(momentum)
+        p.value = (p.value - rate * momentum) % PRIME
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self.param_groups.append(group)
 
 
 class _States(dict[Number, dict[str, Any]]):
@@ -387,7 +445,8 @@ class VirtualScheduler:
 
     def step(self) -> None:
         self.steps += 1
-        self._optimizer.param_groups[0].update(lr=(1 + self.steps % 5) / 8, momentum=(1 + self.steps % 3) / 4)
+        for group in self._optimizer.param_groups:
+            group.update(lr=(1 + self.steps % 5) / 8, momentum=(1 + self.steps % 3) / 4)
 
     def state_dict(self) -> dict[str, int]:
         return {"steps": self.steps}
@@ -399,13 +458,14 @@ class VirtualScheduler:
 class VirtualTraining(Training):
     """``runtime.update.Training`` over exact numbers: its own code, other tensors."""
 
-    def __init__(self, *, reference: int, buffers: int, start: int) -> None:
-        self.parameters = [Number((start + index) % PRIME) for index in range(PARAMETERS)]  # type: ignore[assignment]
-        numbers: Any = self.parameters
-        self.optimizer: Any = VirtualOptimizer(numbers, 0.125)
-        self.trained: Any = VirtualTrainedSet(self.optimizer)
+    def __init__(self, *, reference: int, buffers: int, start: int, grows: bool = False) -> None:
+        """``grows``: the optimizer gets the last parameter only later, from the script."""
+        numbers: Any = [Number((start + index) % PRIME) for index in range(PARAMETERS)]
+        self.optimizer: Any = VirtualOptimizer(numbers[:-1] if grows else numbers, 0.125)
+        self.trained = TrainedSet(cast(Any, _Model(numbers)), self.optimizer)
+        self.parameters = self.trained.parameters
         self._had_gradients = self._missed_gradients = 0
-        self.gradients: Any = VirtualGradients(numbers)
+        self.gradients: Any = VirtualGradients(numbers, self.trained.look)
         self.buffers: Any = VirtualBuffers(buffers)
         self.lookahead: Any = VirtualLookAhead(numbers)
         self.held = None
@@ -419,7 +479,7 @@ class VirtualTraining(Training):
         self.fingerprint: Any = VirtualFingerprint(numbers)
         self.scheduler = VirtualScheduler(self.optimizer)
         self._scheduler, self._schedule_by = self.scheduler, "batch"
-        self._scaler = self._scale = None
+        self.loss_scale = None
         self._stepping = False
 
     def close(self) -> None:
@@ -432,6 +492,7 @@ class VirtualTraining(Training):
         return self.gradients.filling.scaled_norm(part, 1.0)
 
     def _step_schedule(self) -> None:
+        self.trained.settle()
         self.scheduler.step()
 
     def apply(

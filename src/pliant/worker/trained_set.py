@@ -52,6 +52,9 @@ class TrainedSet:
         self._requires: list[bool] = []
         self._now = b""
         self._pending: Mapping[str, Any] | None = None
+        """what was taken over and is still to be put in place"""
+        self._known = 0
+        """groups that were there when it came: they have its hyper-parameters already"""
         self.look()
 
     # -- what is trained
@@ -141,9 +144,9 @@ class TrainedSet:
 
         Code of the script that the group is past may still change it on the way.
         """
-        self._pending = state
         own = self._optimizer.param_groups
-        for group, hyper in zip(own, state["hyper"][: len(own)], strict=False):
+        self._pending, self._known = state, len(own)
+        for group, hyper in zip(own, state["hyper"], strict=False):
             group.update(hyper)
         if not later:
             self.settle()
@@ -162,7 +165,9 @@ class TrainedSet:
                         f"parameter group {number} has other parameters here than on the other workers: build the "
                         "optimizer alike on every worker, and add groups in the same order"
                     )
-                own[number].update(hyper)
+                if number >= self._known:
+                    # The script has added it on its way; what has become of it since is in the state.
+                    own[number].update(hyper)
             else:
                 self._optimizer.add_param_group({"params": [self.parameters[index] for index in group], **hyper})
         for p, requires in zip(self.parameters, state["requires"], strict=True):

@@ -74,7 +74,7 @@ def strike(deed: str) -> None:
             time.sleep(0.01)
         case "nap" | "doze":
             # Too short to be noticed, or long enough to be taken off the roster.
-            sleep_s = 0.4 if word == "nap" else 2.5
+            sleep_s = 0.4 if word == "nap" else 4.0
             subprocess.Popen(["sh", "-c", f"sleep {sleep_s}; kill -CONT {PID}"]).returncode = 0
             os.kill(PID, signal.SIGSTOP)
             time.sleep(0.01)

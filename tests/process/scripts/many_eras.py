@@ -62,7 +62,7 @@ class Line:
     def ready(self, signature: Any, address: str, call: Any) -> None:
         self.address, self.is_ready = address, True
 
-    def stopped(self, era: int, exchange: int, *, active: bool, failed: str = "") -> None:
+    def stopped(self, era: int, exchange: int, *, active: bool, whole: bool = True, failed: str = "") -> None:
         self.stopped_at = (era, exchange if active else -1)
 
     def entered(self, era: int, exchange: int) -> None:

@@ -94,6 +94,7 @@ model = nn.Sequential(
     nn.Linear(6, wide, bias=False), nn.BatchNorm1d(wide), nn.ReLU(), nn.Dropout(0.2), nn.Linear(wide, 3)
 )
 optimizer = optimizer_of(model.parameters())
+scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3, enabled="scaler" in SCENE)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
 batch = pliant.Floating(24, at_most=96) if SCENE.get("floating") else 24
 train_set, test_set = Samples(150, augmented=True), Samples(40, augmented=False)
@@ -104,6 +105,7 @@ with pliant.join(
     delay=SCENE.get("delay", 1),
     clip_norm=1.0,
     scheduler=scheduler,
+    scaler=scaler,
     state={"updates": 0},
     dead_after=2.0,
     checkpoint=SCENE.get("checkpoint"),
@@ -131,3 +133,4 @@ with pliant.join(
         run.evaluate(measure, test_set, size=8)
         if epoch + 1 >= SCENE.get("epochs", 4) and run.evaluate(enough, [0], size=1):
             break
+    print("scale", scaler.get_scale(), scaler.state_dict().get("_growth_tracker"), flush=True)

@@ -1,0 +1,105 @@
+"""Which tests run side by side.
+
+Question  How are the tests divided into lots that take about the same time?
+Holds     Every test is in exactly one lot. A new file or directory needs no entry here: it counts as ``UNKNOWN_S``
+          until somebody measures it (``make seconds``).
+Source    Longest processing time first (Graham 1969).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from xml.etree import ElementTree
+
+TESTS = Path(__file__).parent
+
+FIRST_S = 45
+"""Style and types, which the first lot begins with."""
+
+UNKNOWN_S = 30
+
+# On two cores that do nothing else; tests with real processes wait half of the time.
+SECONDS = {
+    "contract": 20,
+    "core": 75,
+    "docs": 15,
+    "fuzz": 35,
+    "lab": 10,
+    "numerics": 45,
+    "sim": 35,
+    "process/test_agents.py": 40,
+    "process/test_bad_input.py": 90,
+    "process/test_chaos.py": 50,
+    "process/test_convergence.py": 30,
+    "process/test_coordinator_death.py": 40,
+    "process/test_deaths.py": 120,
+    "process/test_demo.py": 75,
+    "process/test_drifting.py": 25,
+    "process/test_examples.py": 75,
+    "process/test_groups.py": 40,
+    "process/test_joining.py": 60,
+    "process/test_launch.py": 75,
+    "process/test_leaving.py": 15,
+    "process/test_many_eras.py": 30,
+    "process/test_output.py": 1,
+    "process/test_replay.py": 50,
+    "process/test_resuming.py": 30,
+    "process/test_training.py": 40,
+    "process/test_trust.py": 25,
+    "process/test_wireguard.py": 20,
+}
+
+
+def units() -> list[str]:
+    """What is divided: directories, and single files where processes are started."""
+    directories = [path.name for path in TESTS.iterdir() if any(path.glob("test_*.py")) and path.name != "process"]
+    return sorted([*directories, *(f"process/{path.name}" for path in TESTS.glob("process/test_*.py"))])
+
+
+def divided(found: Iterable[str], lots: int) -> list[list[str]]:
+    """The lots; whatever takes longest is placed first, always where the least is."""
+    loads = [FIRST_S, *[0] * (lots - 1)]
+    made: list[list[str]] = [[] for _ in range(lots)]
+    for unit in sorted(found, key=lambda unit: (-SECONDS.get(unit, UNKNOWN_S), unit)):
+        place = loads.index(min(loads))
+        loads[place] += SECONDS.get(unit, UNKNOWN_S)
+        made[place].append(unit)
+    return made
+
+
+def measured(report: Path) -> dict[str, float]:
+    """Seconds of each unit in a report that pytest wrote with ``--junitxml``."""
+    seconds: dict[str, float] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        # tests.process.test_launch, or with a class behind it
+        _, room, *rest = case.attrib["classname"].split(".")
+        unit = f"process/{rest[0]}.py" if room == "process" else room
+        seconds[unit] = seconds.get(unit, 0.0) + float(case.attrib["time"])
+    return seconds
+
+
+def ran(lot: Iterable[str]) -> int:
+    """pytest's exit status; one process for each kind, because files of both may have the same name."""
+    status = 0
+    for starts in (False, True):
+        paths = [str(TESTS / unit) for unit in lot if unit.startswith("process/") is starts]
+        if paths:
+            status = subprocess.run([sys.executable, "-m", "pytest", *paths], check=False).returncode or status
+    return status
+
+
+def main(first: str, *rest: str) -> int:
+    """``lots.py 2 3``: run the second of three lots; ``lots.py report.xml …``: print what SECONDS should say."""
+    if first.isdigit():
+        return ran(divided(units(), int(rest[0]))[int(first) - 1])
+    found = [item for report in (first, *rest) for item in measured(Path(report)).items()]
+    for unit, seconds in sorted(found):
+        print(f'    "{unit}": {max(1, round(seconds))},')
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
