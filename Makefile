@@ -56,9 +56,8 @@ soak: venv
 	$(BIN)/python -m pliant.testing --seeds $(SEEDS) --start $(START)
 	$(BIN)/python -m pliant.testing habits --scripts $(SCRIPTS) --seed $(START)
 	$(BIN)/python -m pliant.testing habits --processes $(RUNS) --seed $(START)
-	$(BIN)/python -m benchmarks fuzz --inputs $(INPUTS)
-	SEEDS=$(SEEDS) $(BIN)/python -m pytest -m soak --ignore=tests/process
-	SEEDS=$(SEEDS) $(BIN)/python -m pytest -m soak tests/process || test $$? -eq 5
+	SEEDS=$(SEEDS) INPUTS=$(INPUTS) $(BIN)/python -m pytest -m soak --ignore=tests/process
+	SEEDS=$(SEEDS) INPUTS=$(INPUTS) $(BIN)/python -m pytest -m soak tests/process || test $$? -eq 5
 
 # Style, types and the tests that need no second process.
 check-fast: check-style

@@ -16,6 +16,7 @@ from pliant.errors import (
     RunEnded,
     UsageError,
 )
+from pliant.runtime.environment import is_first
 from pliant.runtime.environment import is_worker as _is_worker
 
 # The launcher and the coordinator need no torch, whose import takes seconds. In a script everything is loaded with
@@ -23,6 +24,7 @@ from pliant.runtime.environment import is_worker as _is_worker
 if TYPE_CHECKING or "torch" in sys.modules or _is_worker():
     from pliant.run import Run, join
     from pliant.settings import Floating
+    from pliant.worker.hooks import Update
 
 __all__ = [
     "CheckpointError",
@@ -36,7 +38,9 @@ __all__ = [
     "Refused",
     "Run",
     "RunEnded",
+    "Update",
     "UsageError",
+    "is_first",
     "join",
     "rates",
 ]
@@ -51,4 +55,8 @@ def __getattr__(name: str) -> Any:
         from pliant.settings import Floating
 
         return Floating
+    if name == "Update":
+        from pliant.worker.hooks import Update
+
+        return Update
     raise AttributeError(f"module 'pliant' has no attribute {name!r}")

@@ -9,13 +9,17 @@ Source    ours; docs/design/0001-data.md.
 
 from __future__ import annotations
 
+import errno
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
 
 from pliant.core.ledger import MicroBatch
 from pliant.errors import UsageError
@@ -56,21 +60,94 @@ Request = tuple[int, int, list[int], list[int]]
 """seed, epoch, positions, their indices in the dataset; no positions: a filler that keeps the pipeline open"""
 
 
+@dataclass(frozen=True, slots=True)
+class BadSample:
+    """The dataset or the collate function has raised an exception."""
+
+    error: BaseException
+    summary: str
+    """the exception in one line"""
+    positions: tuple[int, ...]
+    """which of the epoch it was reading; several where it was collating them"""
+    indices: tuple[int, ...]
+    """their indices in the dataset"""
+    everywhere: bool
+    """any other worker would meet it too"""
+
+    def where(self, epoch: int) -> str:
+        """Which samples these are."""
+        if len(self.positions) == 1:
+            return f"position {self.positions[0]} of epoch {epoch}, dataset index {self.indices[0]}"
+        return f"positions {_listed(self.positions)} of epoch {epoch}, dataset indices {_listed(self.indices)}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:_NAMED])) + (", …" if len(numbers) > _NAMED else "")
+
+
+_NAMED = 8
+"""numbers of a large micro-batch that a message names"""
+
+_OF_THIS_MACHINE = (MemoryError, ConnectionError, TimeoutError, torch.OutOfMemoryError)
+_ERRNOS = frozenset({errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
+
+
+def _is_everywhere(error: BaseException) -> bool:
+    """Whether it lies in the sample: not in this machine's memory, disk or network."""
+    return not isinstance(error, _OF_THIS_MACHINE) and getattr(error, "errno", None) not in _ERRNOS
+
+
+class _Failed:
+    """An exception in a loader process, on its way to the script. Made where it is caught."""
+
+    def __init__(self, error: BaseException, reading: tuple[int, int] | None) -> None:
+        info = get_worker_info()
+        self.wrapped = ExceptionWrapper(where=f"in DataLoader worker process {info.id if info else 0}")
+        self.summary = _in_one_line(error)
+        self.reading = reading
+        self.everywhere = _is_everywhere(error)
+
+    def caught(self) -> Exception:
+        """The exception, as torch's DataLoader shows it: of its own type, with the traceback in its text."""
+        try:
+            self.wrapped.reraise()
+        except Exception as error:
+            return error
+        raise AssertionError("nothing was raised again")
+
+
+def _in_one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 class _Samples(Dataset[Any]):
     """The user's dataset, read by requests."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
+        self.reading: tuple[int, int] | None = None
+        """(position, index) of the sample that is being read"""
 
     def __getitems__(self, request: Request) -> Any:
+        try:
+            return self._read(request)
+        except Exception as error:
+            if get_worker_info() is None:
+                raise
+            return _Failed(error, self.reading)
+
+    def _read(self, request: Request) -> Any:
         seed, epoch, positions, indices = request
+        self.reading = None
         if type(self._dataset) is TensorDataset:
             # Rows of tensors draw no random numbers, and one indexing per tensor reads and stacks them all.
             return [tensor[indices] for tensor in self._dataset.tensors] if positions else []
         loaded: list[Any] = []
         for position, index in zip(positions, indices, strict=True):
+            self.reading = position, index
             seed_everything(stream(seed, epoch, position, SAMPLE))
             loaded.append(self._dataset[index])
+        self.reading = None
         return loaded
 
 
@@ -82,6 +159,16 @@ class _Collate:
         self._collate = collate
 
     def __call__(self, samples: Any) -> Any:
+        if isinstance(samples, _Failed):
+            return samples
+        try:
+            return self._collated(samples)
+        except Exception as error:
+            if get_worker_info() is None:
+                raise
+            return _Failed(error, None)
+
+    def _collated(self, samples: Any) -> Any:
         if not samples:
             return None
         if self._stacked:
@@ -112,8 +199,9 @@ class Loader:
         workers = int(options.get("num_workers", 0))
         self.ahead = workers * int(options.get("prefetch_factor") or 2)
         """micro-batches in the pipeline at any time"""
+        self._samples = _Samples(dataset)
         self._loader: DataLoader[Any] = DataLoader(
-            _Samples(dataset),
+            self._samples,
             batch_sampler=self._deals,  # type: ignore[arg-type]
             collate_fn=_Collate(dataset, collate_fn),
             **options,
@@ -127,7 +215,11 @@ class Loader:
         upcoming: Callable[[], Sequence[MicroBatch]],
     ) -> Pass:
         """One phase's reading."""
-        return Pass(self._loader, self._deals, indices, seed, epoch, upcoming)
+        return Pass(self._loader, self._samples, self._deals, indices, seed, epoch, upcoming)
+
+
+def _positions(micro_batch: MicroBatch) -> list[int]:
+    return [p for start, stop in micro_batch for p in range(start, stop)]
 
 
 class Pass:
@@ -136,6 +228,7 @@ class Pass:
     def __init__(
         self,
         loader: DataLoader[Any],
+        samples: _Samples,
         deals: _Deals,
         indices: np.ndarray[Any, np.dtype[np.int64]],
         seed: int,
@@ -151,7 +244,10 @@ class Pass:
         deals.next_request = self._request
         self._deals = deals
         self._loader = loader
+        self._samples = samples
         self._iterator: Iterator[Any] | None = None
+        self.bad: BadSample | None = None
+        """what could not be read; its exception is the one that ``fetch`` has raised"""
 
     def fetch(self, micro_batch: MicroBatch) -> Any:
         """The collated samples of a micro-batch, prefetched if it was known in time."""
@@ -160,13 +256,46 @@ class Pass:
             if self._iterator is None:
                 self._iterator = iter(self._loader)
             while micro_batch not in self._loaded:
-                data = next(self._iterator)
+                data = self._next(self._iterator, micro_batch)
                 arrived = self._sent.popleft()
                 if arrived is not None:
                     self._outstanding.discard(arrived)
                     self._loaded[arrived] = data
         self._wanted = None
-        return self._loaded.pop(micro_batch)
+        loaded = self._loaded.pop(micro_batch)
+        if isinstance(loaded, _Failed):
+            # Not before it is asked for: it may yet be dealt to somebody else.
+            error = loaded.caught()
+            self.bad = self._bad(error, loaded.summary, micro_batch, loaded.reading, everywhere=loaded.everywhere)
+            raise error
+        return loaded
+
+    def _next(self, iterator: Iterator[Any], micro_batch: MicroBatch) -> Any:
+        try:
+            return next(iterator)
+        except Exception as error:
+            # With loader processes this is trouble of their own: one was killed, or took too long.
+            if self._loader.num_workers == 0:
+                everywhere = _is_everywhere(error)
+                self.bad = self._bad(
+                    error, _in_one_line(error), micro_batch, self._samples.reading, everywhere=everywhere
+                )
+            raise
+
+    def _bad(
+        self,
+        error: BaseException,
+        summary: str,
+        micro_batch: MicroBatch,
+        reading: tuple[int, int] | None,
+        *,
+        everywhere: bool,
+    ) -> BadSample:
+        positions = _positions(micro_batch)
+        indices = self._indices[positions].tolist()
+        if reading is not None:
+            positions, indices = [reading[0]], [reading[1]]
+        return BadSample(error, summary, tuple(positions), tuple(indices), everywhere)
 
     def _request(self) -> Request:
         """What the loader shall read next."""
@@ -175,7 +304,7 @@ class Pass:
             if micro_batch not in self._outstanding and micro_batch not in self._loaded:
                 self._sent.append(micro_batch)
                 self._outstanding.add(micro_batch)
-                positions = [p for start, stop in micro_batch for p in range(start, stop)]
+                positions = _positions(micro_batch)
                 return self._seed, self._epoch, positions, self._indices[positions].tolist()
         self._sent.append(None)
         return self._seed, self._epoch, [], []

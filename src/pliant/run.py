@@ -11,7 +11,7 @@ import atexit
 import dis
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from pliant import data, settings
 from pliant.core.group import Past
-from pliant.core.ledger import samples_of
+from pliant.core.ledger import MicroBatch, samples_of
 from pliant.core.rates import Rule
 from pliant.core.tickets import Kind
 from pliant.errors import PliantError, UsageError, boundary, without_own_frames
@@ -34,6 +34,9 @@ from pliant.runtime.update import Training
 from pliant.tensors import weights
 from pliant.tensors.randomness import MICRO_BATCH, seed_everything, stream
 from pliant.types import WorkerId
+from pliant.worker import measures, outputs, predictions
+from pliant.worker.hooks import OnRoster, OnUpdate
+from pliant.worker.other_optimizers import OtherOptimizers, check_not_joined
 
 _LOADER_OPTIONS = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "timeout", "worker_init_fn")
 
@@ -76,15 +79,16 @@ def join(
     state         objects with ``state_dict``, or plain values: equal on all workers from the start. ``run.state`` is
                   this very dict
     order         (epoch, n) -> indices, in place of the seed's permutation
-    checkpoint    where checkpoints go: a directory that all workers see, or any address of fsspec (``s3://…``). A run
-                  goes on from the last one: alone by itself, in a job when all workers were lost at once, or with
-                  ``pliant run --resume``
+    checkpoint    where checkpoints go: a directory that all workers see under the same name, or any address of fsspec
+                  (``s3://…``). A run goes on from the last one: alone by itself, in a job when all workers were lost at
+                  once, or with ``pliant run --resume``
     checkpoint_every   seconds between two of them; the last three are kept
     dead_after    seconds without a sign of life after which a worker counts as lost
     enroll        how this worker finds its group; ``pliant.testing`` brings its own
     """
     try:
         settings.check_model(model, optimizer)
+        settings.check_checkpoint(checkpoint, checkpoint_every)
         resolved = settings.resolved(
             optimizer,
             batch=batch,
@@ -95,20 +99,23 @@ def join(
             schedule_by=schedule_by,
             seed=seed,
             dead_after=dead_after,
+            checkpoint=checkpoint,
         )
-        settings.check_scheduler(scheduler)
+        settings.check_scheduler(scheduler, optimizer)
         settings.check_scaler(scaler)
         settings.check_state(state)
-        settings.check_checkpoint(checkpoint, checkpoint_every)
     except UsageError as error:
         membership.turned_away(error)
         raise
 
     if scaler is not None and not scaler.is_enabled():
         scaler = None
+    trainings: list[Training] = []
 
     def prepared(grouped: bool) -> Training:
-        return Training(
+        # In a job a second join is refused before, whatever optimizer it brings.
+        check_not_joined(optimizer)
+        training = Training(
             model,
             optimizer,
             reference=resolved.policy.batch,
@@ -121,6 +128,8 @@ def join(
             moments=resolved.policy.rule.moments,
             overlaps=resolved.policy.delay != 0,
         )
+        trainings.append(training)
+        return training
 
     offer = Offer(
         model=model,
@@ -134,10 +143,18 @@ def join(
             "state": {} if state is None else state,
         },
         prepared=prepared,
-        checkpoint=None if checkpoint is None else str(checkpoint),
+        checkpoint=resolved.checkpoint,
         checkpoint_every_s=float(checkpoint_every),
     )
-    return Run(model, enroll(offer), resolved, order=order)
+    try:
+        place = enroll(offer)
+    except BaseException:
+        # The optimizer is the script's own again, for another try.
+        for training in trainings:
+            training.close()
+        raise
+    others = OtherOptimizers(model, optimizer, place.carried["state"], stepping=lambda: place.worker.training.stepping)
+    return Run(model, place, resolved, order=order, others=others)
 
 
 class Run:
@@ -150,6 +167,7 @@ class Run:
         resolved: settings.Settings,
         *,
         order: data.Order | None,
+        others: OtherOptimizers,
     ) -> None:
         self.state: dict[str, Any] = place.carried["state"]
         """the user's own values and objects, equal on all workers at the start"""
@@ -158,6 +176,7 @@ class Run:
         self._worker = place.worker
         self._settings = resolved
         self._order = order
+        self._others = others
         self._epoch = 0
         # Samples before the last loop over batches of this epoch, and what that loop goes over.
         self._before, self._length = 0, 1
@@ -167,10 +186,14 @@ class Run:
         """``backward`` was called for the drawn micro-batch"""
         self._passed = False
         """a call of this epoch lay in the past of the group"""
-        self._result: float | None = None
-        """of the last ``evaluate``"""
+        self._phase: int | None = None
+        """the number of the last call's phase; None: the group was past it"""
+        self._ended: Past | None = None
+        """how the last ``batches`` or ``evaluate`` ended"""
         self._left: int | None = None
-        self._trouble: PliantError | None = None
+        self._bad: tuple[BaseException | None, str | None] = (None, None)
+        """the exception of the last sample that could not be read, and what to end the whole run with"""
+        self._trouble: BaseException | None = None
         self._closed = False
         atexit.register(self._at_exit)
 
@@ -200,6 +223,11 @@ class Run:
     def samples(self) -> int:
         """Training samples of the group that went into settled rounds."""
         return self._worker.group.samples
+
+    @property
+    def updates(self) -> int:
+        """Updates of the weights so far: rounds that were neither skipped nor lost."""
+        return self._worker.group.updates
 
     @property
     def batch(self) -> int:
@@ -242,6 +270,29 @@ class Run:
         return math.nan if last is None or last.loss is None else last.loss
 
     @property
+    def grad_norm(self) -> float:
+        """The norm of the mean gradient of the last update, before clipping; NaN where it was not taken.
+
+        It is taken with every update where ``clip_norm`` is set or ``on_update`` is used, and else from the first time
+        on that it is asked for.
+        """
+        self._worker.training.takes_norm = True
+        return self._worker.training.grad_norm
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The bound on the norm of the group's gradient.
+
+        May be set, by all scripts alike: it is in force from the first round on to which all of them bring it.
+        """
+        return self._worker.clip_norm
+
+    @clip_norm.setter
+    def clip_norm(self, bound: float | None) -> None:
+        settings.check_clip_norm(bound)
+        self._worker.set_clip_norm(bound)
+
+    @property
     def is_leader(self) -> bool:
         """Whether this worker prints and writes for the group; nobody does it a second time after a resume."""
         return self._worker.leads
@@ -253,20 +304,51 @@ class Run:
 
     # -- the loop
 
-    def epochs(self, n: int | None = None, *, samples: int | None = None) -> Iterator[int]:
-        """Count epochs up to ``n`` in all, or as many as it takes to train on ``samples`` samples in all."""
-        if (n is None) == (samples is None):
-            raise UsageError("epochs takes either a number of epochs or samples=N")
+    def epochs(self, n: int | None = None, *, samples: int | None = None, steps: int | None = None) -> Iterator[int]:
+        """Count epochs up to ``n`` in all, or as many as it takes to train on ``samples`` samples in all.
+
+        ``steps``: as many as it takes to make so many updates in all; the last epoch is cut off there.
+        """
+        if [n, samples, steps].count(None) != 2:
+            raise UsageError("epochs takes one of these: a number of epochs, samples=N, steps=N")
         self._membership.plan(n, samples)
-        self._worker.limit_samples(samples)
-        while (n is not None and self._epoch < n) or (samples is not None and self.samples < samples):
+        self._worker.limit(samples, steps)
+        while self._is_short_of(n, samples, steps):
             before, self._passed = self.samples, False
             yield self._epoch
             self._worker.training.end_epoch(self._epoch)
             self._epoch += 1
             self._before = self.samples
-            if samples is not None and self.samples == before and not self._passed:
-                raise UsageError("an epoch trained on no sample, so samples=N is never reached: call batches in it")
+            if n is None and self.samples == before and not self._passed:
+                name = "samples" if steps is None else "steps"
+                raise UsageError(f"an epoch trained on no sample, so {name}=N is never reached: call batches in it")
+        self._worker.leave_if_late()
+
+    def _is_short_of(self, n: int | None, samples: int | None, steps: int | None) -> bool:
+        return (
+            (n is not None and self._epoch < n)
+            or (samples is not None and self.samples < samples)
+            or (steps is not None and self.updates < steps)
+        )
+
+    def on_update(self, function: OnUpdate) -> OnUpdate:
+        """Have ``function(update)`` called after each update of the weights; use it as a decorator, or call it.
+
+        It is called once for each ``pliant.Update``, in their order, the last one of an epoch included, on every worker
+        that holds the whole state, with the plain weights and the group's buffers in the model. ``evaluate``, ``save``
+        and logging may be done in it. What it keeps belongs in ``state=``: a newcomer is told of no earlier update.
+        Several functions are called in the order in which they were registered.
+        """
+        self._worker.hooks.add_on_update(function)
+        return function
+
+    def on_roster(self, function: OnRoster) -> OnRoster:
+        """Have ``function(before, now)`` called when the roster has changed; use it as a decorator, or call it.
+
+        Workers call it at different moments, each when it looks around next.
+        """
+        self._worker.hooks.add_on_roster(function)
+        return function
 
     @boundary
     def batches(
@@ -281,14 +363,25 @@ class Run:
 
         ``loader`` goes to torch's DataLoader: num_workers, pin_memory, persistent_workers, prefetch_factor, …
         """
-        self._check_open()
-        if self._worker.inside is not None:
-            raise UsageError("batches was called while another loop over batches is open: finish or break it first")
+        self._check_no_loop()
         return self._micro_batches(Kind.TRAIN, dataset, size, collate_fn, loader)
+
+    def _check_no_loop(self) -> None:
+        """Refuse a second loop beside one that is open."""
+        self._check_open()
+        self._worker.hooks.refuse("batches")
+        if self._worker.inside is not None:
+            raise UsageError(
+                "batches was called while another loop over batches is open: finish or break it first; "
+                "two datasets side by side (zip) are one dataset of pairs"
+            )
 
     def _micro_batches(
         self, kind: Kind, dataset: Any, size: int, collate_fn: Callable[[list[Any]], Any] | None, loader: dict[str, Any]
     ) -> Iterator[Any]:
+        if kind is Kind.TRAIN:
+            # It was so when the loop was made; since then another one may have begun.
+            self._check_no_loop()
         length = data.checked(dataset, size)
         epoch, seed = self._epoch, self._settings.seed
         order = self._order if kind is Kind.TRAIN else _as_it_is
@@ -304,8 +397,9 @@ class Run:
         )
         phase = self._worker.open(call)
         if isinstance(phase, Past):
-            self._result, self._passed = phase.result, True
+            self._ended, self._phase, self._passed = phase, None, True
             return
+        self._phase = phase
         if kind is Kind.TRAIN:
             self._before, self._length = self.samples, max(1, len(indices))
         reading = source.pass_over(indices, seed, epoch, self._worker.upcoming)
@@ -314,8 +408,10 @@ class Run:
                 collated = reading.fetch(micro_batch)
                 seed_everything(stream(seed, epoch, micro_batch[0][0], MICRO_BATCH))
                 self._drawn, self._computed = samples_of(micro_batch), False
+                if kind is Kind.TRAIN:
+                    self._others.enter_micro_batch()
                 yield collated
-            self._result = self._worker.left()
+            self._ended = self._worker.left()
         except GeneratorExit:
             self._worker.training.back()
             self._left = phase
@@ -324,9 +420,23 @@ class Run:
             raise
         except PliantError as error:
             raise error.with_traceback(without_own_frames(error.__traceback__)) from None
+        except Exception as error:
+            if reading.bad is not None and reading.bad.error is error:
+                self._met(reading.bad, epoch, phase)
+            raise
         finally:
             self._drawn = 0
+            if kind is Kind.TRAIN:
+                self._others.leave_loop()
             reading.close()
+
+    def _met(self, bad: data.BadSample, epoch: int, phase: int) -> None:
+        """A sample cannot be read. A script that passes over that leaves its loop, with everybody else."""
+        where = bad.where(epoch)
+        bad.error.add_note(f"pliant: {self.worker} was reading {where}")
+        self._bad = bad.error, f"{self.worker} could not read {where}: {bad.summary}" if bad.everywhere else None
+        self._worker.training.back()
+        self._left = phase
 
     def _loader(self, dataset: Any, collate_fn: Any, options: dict[str, Any]) -> data.Loader:
         unknown = sorted(set(options) - set(_LOADER_OPTIONS))
@@ -349,6 +459,7 @@ class Run:
         ``weight`` is the mean's denominator where it is not the number of samples (tokens, say); 0 is legal. A
         micro-batch may be computed in parts, each with its weight.
         """
+        self._worker.hooks.refuse("backward")
         if self._worker.inside is not Kind.TRAIN or not self._drawn:
             raise UsageError(
                 "backward was called outside of a loop over run.batches(…): there is nothing to count it to"
@@ -384,6 +495,7 @@ class Run:
 
         Until the next micro-batch is drawn the model then holds the plain weights.
         """
+        self._worker.hooks.refuse("step")
         if self._worker.inside is not Kind.TRAIN or not self._drawn:
             raise UsageError("step was called outside of a loop over run.batches(…): there is nothing to hand in")
         return self._worker.step()
@@ -391,35 +503,83 @@ class Run:
     @boundary
     def evaluate(
         self,
-        measure: Callable[[Any], tuple[Any, Any]],
+        measure: Callable[[Any], Any],
         dataset: Any,
         size: int,
         *,
+        gather: bool = False,
+        everywhere: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **loader: Any,
-    ) -> float:
-        """The mean of ``measure(batch) -> (sum, count)`` over ``dataset``, computed by all workers together."""
+    ) -> Any:
+        """What ``measure`` says of ``dataset``, each sample once, computed by all workers together.
+
+        A ``measure(batch)`` that returns (sum, count) gives the mean; one that returns a dict of such pairs, a dict of
+        means. With ``gather=True`` it returns the outputs of its samples (a tensor, a list, a dict or tuple of these),
+        and ``evaluate`` a list of all of them in the order of the dataset: on the leader, or ``everywhere``; None on
+        the other workers, and on one that came while it was under way or later.
+        """
         self._check_open()
         if self._worker.inside is Kind.EVALUATE:
             raise UsageError("evaluate was called inside evaluate: finish the first one")
+        if everywhere and not gather:
+            raise UsageError("everywhere=True is for gather=True: means are returned on all workers anyway")
+        asked = measures.Measure(measure, gather=gather)
+        self._ended = self._phase = None
+        with self._evaluating():
+            for micro_batch in self._micro_batches(Kind.EVALUATE, dataset, size, collate_fn, loader):
+                found = asked.of(micro_batch, self._drawn)
+                self._worker.contributed(found.count, found.total, found.sums, found.output)
+                self._worker.step()
+            if gather:
+                gathered = None
+                if self._phase is not None:
+                    gathered = self._worker.gathered(self._phase, everywhere=everywhere)
+                if gathered is None:
+                    return None
+                gathered += self._computed_again(gathered, asked, dataset, size, collate_fn, loader)
+                return predictions.in_order(gathered, len(dataset))
+        return measures.result_of(self._ended)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """The plain weights, in eval mode and without gradients."""
         drawn, training = self._drawn, [(module, module.training) for module in self._model.modules()]
-        self._result = None
         self._model.eval()
         try:
             with torch.no_grad(), self._worker.training.plain():
-                for micro_batch in self._micro_batches(Kind.EVALUATE, dataset, size, collate_fn, loader):
-                    total, count = _measured(measure(micro_batch))
-                    if not (count >= 0 and math.isfinite(count)):
-                        raise UsageError(
-                            f"evaluate's measure returned count={count}: return (sum, count), count 0 or more"
-                        )
-                    self._worker.contributed(count, total)
-                    self._worker.step()
+                yield
         finally:
             self._drawn = drawn
             for module, was_training in training:
                 module.training = was_training
-        return math.nan if self._result is None else self._result
+
+    def _computed_again(
+        self,
+        found: Sequence[tuple[MicroBatch, bytes]],
+        asked: measures.Measure,
+        dataset: Any,
+        size: int,
+        collate_fn: Any,
+        loader: dict[str, Any],
+    ) -> list[tuple[MicroBatch, bytes]]:
+        """The outputs that are not among those ``found``: this worker was not there when they were gathered."""
+        lacking = outputs.missing([each for each, _ in found], len(dataset), self._membership.size or size)
+        if not lacking:
+            return []
+        epoch, seed, again = self._epoch, self._settings.seed, list[tuple[MicroBatch, bytes]]()
+        indices = data.epoch_order(_as_it_is, seed, epoch, len(dataset))
+        reading = self._loader(dataset, collate_fn, loader).pass_over(indices, seed, epoch, lambda: tuple(lacking))
+        try:
+            while lacking:
+                micro_batch = lacking.pop(0)
+                self._worker.note_progress()
+                collated = reading.fetch(micro_batch)
+                seed_everything(stream(seed, epoch, micro_batch[0][0], MICRO_BATCH))
+                again.append((micro_batch, asked.of(collated, samples_of(micro_batch)).output or b""))
+        finally:
+            reading.close()
+        return again
 
     @contextmanager
     def plain_weights(self) -> Iterator[None]:
@@ -457,7 +617,7 @@ class Run:
             return
         try:
             self._worker.abandon(phase)
-        except PliantError as error:
+        except (Exception, SystemExit) as error:
             # Raised where a loop is being left, it would only be printed: the next call raises it.
             self._trouble = error
 
@@ -466,9 +626,14 @@ class Run:
         """Leave the run in good order, together with all others; the end of the ``with`` block does it."""
         if not self._closed:
             self._check_open()
-            self._closed = True
-            atexit.unregister(self._at_exit)
+            self._end()
             self._membership.finish()
+
+    def _end(self) -> None:
+        """The run is over for this script."""
+        self._closed = True
+        self._others.close()
+        atexit.unregister(self._at_exit)
 
     def __enter__(self) -> Run:
         return self
@@ -476,19 +641,48 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            with self._membership.guarded():
-                self.close()
-        elif not self._closed:
-            self._closed = True
-            self._worker.training.explain(error)
-            atexit.unregister(self._at_exit)
-            self._membership.fail(error)
+        own = None
+        if error is None and not self._closed:
+            self._catch_up()
+            # Of the script itself, in a function that was called when its loop was left.
+            own = self._trouble if not isinstance(self._trouble, PliantError) else None
+        try:
+            if error is None and own is None:
+                with self._membership.guarded():
+                    self.close()
+            elif not self._closed:
+                self._fail(error or own)
+        finally:
+            self._others.close()
+        if own is not None:
+            raise own
+
+    def _fail(self, error: BaseException | None) -> None:
+        """The script ends by an exception. One that is in a sample would end one worker after the other."""
+        assert error is not None
+        self._worker.training.explain(error)
+        self._end()
+        met, reason = self._bad
+        self._membership.fail(error, reason if met is not None and met in _causes(error) else None)
 
     def _at_exit(self) -> None:
         """A script without a ``with`` block has ended."""
-        if not self._closed and getattr(sys, "last_value", None) is None:
+        error: BaseException | None = getattr(sys, "last_value", None)
+        if self._closed:
+            return
+        if error is None:
             self.close()
+        elif self._bad[0] in _causes(error):
+            self._fail(error)
+
+
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """An exception, and those that led to it."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
 
 
 def _left_by_break(frame: FrameType) -> bool:
@@ -497,17 +691,6 @@ def _left_by_break(frame: FrameType) -> bool:
     An exception is a crash of this worker, or caught by the script: then the phase is ended at the next call.
     """
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] in ("POP_TOP", "POP_ITER")
-
-
-def _measured(answer: Any) -> tuple[float, float]:
-    """What a user's ``measure`` has returned."""
-    try:
-        total, count = (float(value) for value in answer)
-    except (TypeError, ValueError):
-        raise UsageError(
-            f"evaluate's measure returned a {type(answer).__name__}: return (sum, count), two numbers"
-        ) from None
-    return total, count
 
 
 def _as_it_is(epoch: int, length: int) -> range:

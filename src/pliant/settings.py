@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import LBFGS, Adam, AdamW, Optimizer, SparseAdam
+from torch.optim.lr_scheduler import LRScheduler
 
 from pliant.core import overlap
 from pliant.core import rates as rules
@@ -46,6 +48,8 @@ class Settings:
     seed: int
     dead_after_s: float
     optimizer: str
+    checkpoint: str | None = None
+    """where checkpoints go, the same in every process"""
 
     def agreed(self) -> dict[str, str]:
         """What must be equal on all workers, as text for comparison and for messages."""
@@ -61,6 +65,9 @@ class Settings:
             "dead_after": repr(self.dead_after_s),
             "optimizer": self.optimizer,
             "momentum": repr(policy.momentum),
+            # Whoever leads writes them, and that changes: two addresses are two halves of a history. Where machines
+            # mount a directory in different places, a symbolic link gives it one name.
+            "checkpoint": str(self.checkpoint),
         }
 
 
@@ -79,6 +86,7 @@ def resolved(
     schedule_by: str,
     seed: int,
     dead_after: float,
+    checkpoint: Any = None,
 ) -> Settings:
     """Check the settings and fill in what depends on the optimizer."""
     reference, at_most = (batch.reference, batch.at_most) if isinstance(batch, Floating) else (batch, None)
@@ -89,8 +97,7 @@ def resolved(
     _one_of("correction", correction, ("lookahead", "none"))
     _one_of("schedule_by", schedule_by, ("batch", "epoch"))
     rule = _rule(rates, optimizer)
-    if clip_norm is not None and not clip_norm > 0:
-        raise UsageError(f"clip_norm is {clip_norm}: give a positive number, or leave it out")
+    check_clip_norm(clip_norm)
     if not dead_after >= _LEAST_DEAD_AFTER_S:
         raise UsageError(f"dead_after is {dead_after}: give seconds, at least {_LEAST_DEAD_AFTER_S:g}")
     policy = Policy(
@@ -109,6 +116,7 @@ def resolved(
         seed=int(seed),
         dead_after_s=float(dead_after),
         optimizer=type(optimizer).__name__,
+        checkpoint=_absolute(checkpoint),
     )
 
 
@@ -143,10 +151,34 @@ def check_checkpoint(address: Any, every: Any) -> None:
         raise UsageError(f"checkpoint_every is {every!r}: give seconds, more than 0")
 
 
-def check_scheduler(scheduler: Any) -> None:
-    """Refuse what cannot be advanced."""
-    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-        raise UsageError(f"scheduler is a {type(scheduler).__name__}: give one of torch.optim.lr_scheduler")
+def check_clip_norm(bound: Any) -> None:
+    """Refuse what is no bound on a norm."""
+    number = not isinstance(bound, bool) and isinstance(bound, int | float)
+    if bound is not None and not (number and bound > 0):
+        raise UsageError(f"clip_norm is {bound!r}: give a positive number, or None")
+
+
+def _absolute(address: Any) -> str | None:
+    """A directory by its full name, because the script, or the worker that writes next, may be in another one."""
+    if address is None or "://" in str(address) or "::" in str(address):
+        return None if address is None else str(address)
+    # Not resolved: a symbolic link is how two machines give a directory the same name.
+    return os.path.normpath(Path(address).expanduser().absolute())
+
+
+def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
+    """Refuse what cannot be advanced, or would move another optimizer's rate."""
+    if scheduler is None:
+        return
+    name = type(scheduler).__name__
+    if isinstance(getattr(scheduler, "scheduler", None), LRScheduler):
+        raise UsageError(f"the scheduler is wrapped in {name} (Accelerate): give join the plain one, .scheduler")
+    if not callable(getattr(scheduler, "step", None)):
+        raise UsageError(f"scheduler is a {name}: give one of torch.optim.lr_scheduler")
+    if isinstance(other := getattr(scheduler, "optimizer", None), Optimizer) and other is not optimizer:
+        raise UsageError(
+            f"the scheduler ({name}) was made for another optimizer than the one given to join: make it from that one"
+        )
 
 
 def check_scaler(scaler: Any) -> None:
@@ -165,15 +197,24 @@ def check_model(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse what Pliant cannot train, with the remedy."""
     if isinstance(optimizer, list | tuple):
         raise UsageError("several optimizers in one join: put the parameters into groups of one optimizer")
+    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        raise UsageError(
+            f"the optimizer is wrapped in {type(optimizer).__name__} (Accelerate, Fabric), which makes steps of its "
+            "own: give join the plain one, .optimizer, and leave the distribution to Pliant"
+        )
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer is a {type(optimizer).__name__}: give a torch.optim optimizer")
     if isinstance(optimizer, LBFGS):
         raise UsageError("LBFGS evaluates the loss several times per step: use SGD, Adam or another first-order one")
     if isinstance(optimizer, SparseAdam):
         raise UsageError("SparseAdam needs sparse gradients, which cannot be summed in a flat buffer: use Adam")
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise UsageError(f"the model is wrapped in {type(model).__name__}: give join the plain module, model.module")
     for name, module in model.named_modules():
+        # A Fabric module forwards to ``_forward_module``, which may itself be a DDP one; a compiled model is plain.
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel) or hasattr(
+            module, "_forward_module"
+        ):
+            where = f"{name or 'the model'} is wrapped in {type(module).__name__}"
+            raise UsageError(f"{where}: give join the plain module, {name or 'model'}.module")
         if getattr(module, "sparse", False) is True:
             raise UsageError(f"{name or type(module).__name__} has sparse=True: build it with sparse=False")
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -71,8 +71,15 @@ def test_who_does_not_hold_the_state_is_not_asked() -> None:
 
 
 def test_every_part_has_its_turn() -> None:
-    due = [number for number in range(1, 1000) if drift.is_due(number, 7)]
+    due = [number for number in range(7, 1000) if drift.is_due(number, 7)]
     assert [drift.turn(number, 7) for number in due] == list(range(1, len(due) + 1))
+
+
+def test_the_first_digests_come_soon_and_are_of_everything() -> None:
+    due = [number for number in range(1, 200) if drift.is_due(number, drift.EVERY)]
+    assert due == [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192]
+    assert [drift.turn(number, drift.EVERY) for number in due] == [None] * 5 + [1, 2, 3, 4, 5, 6]
+    assert [number for number in range(6) if drift.is_due(number, 1)] == [*range(6)]
     assert not any(drift.is_due(number, 0) for number in range(100))
 
 

@@ -96,3 +96,25 @@ def test_what_is_given_up_leaves_no_trace(depth: int) -> None:
     script.gives_up()
     assert script.depth == depth - 1
     assert script.calls == 0
+
+
+def test_a_script_that_was_away_counts_its_calls_in_one_body_itself() -> None:
+    """The group has made three calls in that body and gone on: each is answered, none is opened again."""
+    script = Script()
+    loop = open_phase(1, Kind.TRAIN)
+    script.enters(TRAIN, group(loop))
+    script.draws()
+    script.enters(EVALUATE, group(loop))
+    results = tuple(replace(TESTED, result=float(number)) for number in range(3))
+    later = group(replace(loop, nested=results))
+    for expected in results:
+        assert script.past(later) == expected
+        script.leaves()
+        script.enters(EVALUATE, later)
+    assert script.past(later) is None
+    script.leaves()
+    # In the next body it is where the group is.
+    script.draws()
+    more = group(replace(loop, nested=results * 3))
+    script.enters(EVALUATE, more)
+    assert script.past(more) is None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import lots
 import pytest
 
-FILES = {path for path in Path(lots.__file__).parent.rglob("test_*.py")}
+import lots
+
+FILES = set(Path(lots.__file__).parent.rglob("test_*.py"))
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 5])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import time
 import tracemalloc
 from typing import Any
 
@@ -46,6 +48,21 @@ def test_a_surface_stands_hostile_input(name: str) -> None:
 @pytest.mark.slow
 def test_the_coordinators_port_stands_hostile_input() -> None:
     assert fired("socket").failures == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("name", SURFACES)
+def test_a_surface_stands_hostile_input_for_long(name: str) -> None:
+    """``INPUTS`` of them, from a fresh ``SEED``; a failure says which volley it was."""
+    inputs, seed = int(os.environ.get("INPUTS", "50000")), int(os.environ.get("SEED", str(time.time_ns() // 10**9)))
+    surface = opened(name)
+    try:
+        outcome = hammer(surface, inputs // 50 if name == "socket" else inputs, seed)
+    finally:
+        surface.close()
+    assert outcome.failures == [], f"SEED={seed}"
+    assert outcome.grown_bytes < GROWN_BYTES
 
 
 def test_a_coordinator_keeps_nothing_of_what_it_refuses() -> None:

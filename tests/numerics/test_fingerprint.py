@@ -36,12 +36,14 @@ def test_any_changed_bit_changes_the_digest_of_one_part(
     tensors = drawn(shapes, dtype)
     taken = Fingerprint(tensors, parts=parts, reduces=False)
     before = [taken.of(turn) for turn in range(taken.parts)]
+    whole = taken.of(None)
     assert before == digests([tensor.clone() for tensor in tensors], parts)
     tensor = tensors[data.draw(st.integers(0, len(tensors) - 1))]
     numbers = tensor.view(-1).view(DTYPES[dtype])
     place = data.draw(st.integers(0, numbers.numel() - 1))
     numbers[place] ^= 1 << data.draw(st.integers(0, 8 * numbers.element_size() - 2))
     after = [taken.of(turn + taken.parts) for turn in range(taken.parts)]
+    assert taken.of(None) != whole == Fingerprint(drawn(shapes, dtype), parts=parts, reduces=False).of(None)
     assert sum(one != other for one, other in zip(before, after, strict=True)) == 1
 
 

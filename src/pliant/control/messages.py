@@ -178,6 +178,8 @@ class Past(msgspec.Struct, frozen=True):
     task: str
     epoch: int
     result: float | None = None
+    results: dict[str, float | None] | None = None
+    """where ``evaluate`` has measured several means"""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

@@ -18,6 +18,10 @@ from pliant.core.group import Group, Standing
 from pliant.core.tickets import QUIET, Flag, Kind, Ticket
 from pliant.types import WorkerId
 
+MAX_DISPUTED = 3
+"""Rounds in a row for which scripts may ask for different bounds on the gradient's norm: with an overlap a ticket may
+be under way already when a script sets another one."""
+
 _NAMES = {Kind.TRAIN: "batches", Kind.EVALUATE: "evaluate", Kind.END: "the end of the script"}
 
 
@@ -34,9 +38,13 @@ def digest(group: Group) -> int:
     """A fingerprint of the state's counters; tickets carry it so that a divergence is seen in the next round."""
     cursor = group.phase.ledger.cursor if group.open else -1
     limit = -1 if group.samples_limit is None else group.samples_limit
+    updates_limit = -1 if group.updates_limit is None else group.updates_limit
+    clip_norm = -1.0 if group.clip_norm is None else group.clip_norm
     counters = (group.era, group.round, group.phases, group.samples, cursor, limit, group.delay)
-    measures = (group.rate.factor, group.scheduled, group.noise.variance, group.noise.signal)
-    return zlib.crc32(struct.pack("<qqqqqqqdddd", *counters, *measures) + bytes(group.standings) + group.trained)
+    updates = (group.updates, updates_limit)
+    measures = (group.rate.factor, group.scheduled, group.noise.variance, group.noise.signal, clip_norm)
+    packed = struct.pack("<qqqqqqqqqddddd", *counters, *updates, *measures)
+    return zlib.crc32(packed + bytes(group.standings) + group.trained)
 
 
 def compared(group: Group, tickets: Sequence[Ticket]) -> Mismatch | None:
@@ -81,6 +89,25 @@ def compared_openings(group: Group, tickets: Sequence[Ticket]) -> Mismatch | Non
                 "run the same loop on every worker"
             )
     return None
+
+
+def clip_norm_wanted(tickets: Sequence[Ticket]) -> set[float]:
+    """The bounds on the gradient's norm that scripts ask for; who takes the state over has no say."""
+    said = {t.clip_norm for t in tickets if t.flags is QUIET or not t.flags & Flag.FOLLOWING}
+    return {bound for bound in said if bound >= 0.0}
+
+
+def compared_clip_norms(group: Group, tickets: Sequence[Ticket]) -> Mismatch | None:
+    """Whether scripts have asked for different bounds for so long that one of them will not follow."""
+    if group.clip_disputed < MAX_DISPUTED or len(clip_norm_wanted(tickets)) < 2:
+        return None
+    speaking = [(worker, t) for worker, t in _speaking(group, tickets) if t.clip_norm >= 0.0]
+    leader, first = speaking[0]
+    worker, other = next((w, t) for w, t in speaking if t.clip_norm != first.clip_norm)
+    return Mismatch(
+        f"{leader} has set run.clip_norm to {first.clip_norm or None} and {worker} to {other.clip_norm or None}: "
+        "set it on every worker, to a value that is the same on all of them"
+    )
 
 
 def opening(tickets: Sequence[Ticket]) -> tuple[bool, ...]:

@@ -120,6 +120,8 @@ class _Auditor:
         self._leaving: set[str] = set()
         """who has said so"""
         self._end: EndRecord | None = None
+        self._updates = 0
+        self._updates_limit: int | None = None
         self._samples = self._skipped = self._cut = self._evaluations = self._eras = self._records = 0
         self._drifts = 0
         self._epochs: set[int] = set()
@@ -148,7 +150,9 @@ class _Auditor:
             case RewindRecord(worker=worker, round=number):
                 self._roster, self._round = [worker], max(self._round, number)
                 self._rewinds += 1
-            case PolicyRecord() | CheckpointRecord() | FinishingRecord():
+            case PolicyRecord():
+                self._updates_limit = record.updates_limit
+            case CheckpointRecord() | FinishingRecord():
                 pass
         unplanned = isinstance(record, EraRecord) and record.entries is not None
         self._regrouped = unplanned or (self._regrouped and isinstance(record, PhaseEndRecord))
@@ -253,7 +257,8 @@ class _Auditor:
         where, opened = f"phase {record.phase}", phase.record
         # An ``evaluate`` in a loop body ends where nobody is left in it, or only those who go.
         given_up = opened.task == "evaluate" and (self._regrouped or not self._leaving.isdisjoint(self._roster))
-        if record.cut and not phase.broken and not given_up and opened.limit > 0:
+        enough = self._updates_limit is not None and self._updates >= self._updates_limit
+        if record.cut and not (phase.broken or given_up or enough) and opened.limit > 0:
             self._problem(f"{where}: cut {named(record.cut)} but no worker left its loop")
         for start, stop in record.cut:
             # A phase that samples=N leaves no room for is journaled as cut in full.
@@ -283,6 +288,7 @@ class _Auditor:
         weight = math.fsum([ticket.weight for ticket in record.tickets])
         if record.weight != weight:
             self._problem(f"{where}: weight is {record.weight!r}, the tickets add up to {weight!r}")
+        self._updates += record.applied
         if record.skipped:
             self._skipped += 1
         if record.drift is not None:

@@ -18,7 +18,8 @@ from pliant.core.tickets import Flag, Ticket
 from pliant.types import WorkerId
 
 EVERY = 32
-"""Rounds from one digest to the next."""
+"""Rounds from one digest to the next. At the start there are more (rounds 1, 2, 4, 8, 16, of all weights): what a
+script gets wrong, it mostly gets wrong from the first round on."""
 
 PARTS = 2
 """A digest is of one part of the weights (of all of them where they are few), the next one of the next part. So a
@@ -53,12 +54,13 @@ class Drift(msgspec.Struct, frozen=True):
 
 def is_due(number: int, every: int) -> bool:
     """Whether a digest is taken after round ``number``; ``every`` 0: never."""
-    return every > 0 and number % every == 0
+    early = 0 < number < every and number & (number - 1) == 0
+    return every > 0 and (early or number % every == 0)
 
 
-def turn(number: int, every: int) -> int:
-    """Which part of the weights it is of, counted on and on."""
-    return number // every
+def turn(number: int, every: int) -> int | None:
+    """Which part of the weights it is of, counted on and on; None: of all of them."""
+    return None if number < every else number // every
 
 
 def judged(

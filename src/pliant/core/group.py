@@ -16,7 +16,7 @@ import msgspec
 from pliant.core import drift, goodput, noise, overlap, pace, rates
 from pliant.core.ledger import Ledger
 from pliant.core.pace import Pacing
-from pliant.core.tickets import Kind
+from pliant.core.tickets import Kind, Sums
 from pliant.types import WorkerId
 
 
@@ -54,6 +54,8 @@ class Past(msgspec.Struct, frozen=True):
     result: float | None = None
     inner: bool = False
     """called in the body of the loop before it, whose phase had ended: a newcomer does not make this call"""
+    results: dict[str, float | None] | None = None
+    """where ``evaluate`` measures several means: each by its name, None for one that is undefined"""
 
 
 class OpenPhase(msgspec.Struct, frozen=True):
@@ -80,6 +82,8 @@ class OpenPhase(msgspec.Struct, frozen=True):
     """finished phases inside this one, in their order"""
     total: float = 0.0
     count: float = 0.0
+    sums: Sums = ()
+    """where several means are measured: the sum and the count of each so far"""
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -98,6 +102,10 @@ class Group(msgspec.Struct, frozen=True):
     samples: int = 0
     """samples of settled training rounds"""
     samples_limit: int | None = None
+    updates: int = 0
+    """updates of the weights so far: rounds that were neither skipped nor void, and had any weight"""
+    updates_limit: int | None = None
+    """training ends with this many"""
     rate: rates.Rate = msgspec.field(default_factory=rates.Rate)
     choice: overlap.Choice = msgspec.field(default_factory=overlap.Choice)
     """which delay is in force, where that is decided from round to round"""
@@ -108,6 +116,10 @@ class Group(msgspec.Struct, frozen=True):
     """up to how many samples a round of an open batch pays, where the user sets no bound; None: any, or not known"""
     skipped: int = 0
     skipped_in_a_row: int = 0
+    clip_norm: float | None = None
+    """the bound on the gradient's norm that the scripts have set since ``join``; 0: none; None: as agreed there"""
+    clip_disputed: int = 0
+    """rounds in a row whose tickets asked for different ones"""
     training: Pacing = msgspec.field(default_factory=lambda: pace.unmeasured(1))
     evaluating: Pacing = msgspec.field(default_factory=lambda: pace.unmeasured(1))
     open: tuple[OpenPhase, ...] = ()

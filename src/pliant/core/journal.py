@@ -89,6 +89,7 @@ class PolicyRecord(msgspec.Struct, frozen=True, tag="policy", tag_field="kind"):
     """all that the scripts must agree on, as text"""
     parameters: str = ""
     """what is trained: how many tensors and numbers, and a checksum of their names, shapes and types"""
+    updates_limit: Count | None = None
 
 
 class PhaseRecord(msgspec.Struct, frozen=True, tag="phase", tag_field="kind", omit_defaults=True):
@@ -177,6 +178,8 @@ class RoundRecord(msgspec.Struct, frozen=True, tag="round", tag_field="kind", om
     """where it is not ``samples_total``: what the schedule has counted (AdaScale)"""
     drift: DriftLine | None = None
     """whose weights differ, as the tickets of this round have shown"""
+    clip_norm: float | None = None
+    """the bound on the gradient's norm in force, where the scripts have set one since ``join``; 0: none"""
     trained: list[Hex] = []
     """per worker the set that its contribution was computed for, where one is not what was agreed before"""
 
@@ -195,14 +198,19 @@ class ExchangeRecord(msgspec.Struct, frozen=True, tag="exchange", tag_field="kin
     tickets: list[TicketLine]
     entered: list[tuple[Count, Count, Ahead]] = []
     """who became ready with this exchange: member, micro-batch size, look-ahead of its loader"""
+    sums: list[list[tuple[Name, float, float]]] = []
+    """where several means are measured: name, sum and count of each, in the order of the roster"""
 
 
-class PhaseEndRecord(msgspec.Struct, frozen=True, tag="phase_end", tag_field="kind"):
+class PhaseEndRecord(msgspec.Struct, frozen=True, tag="phase_end", tag_field="kind", omit_defaults=True):
     """A phase is drained. ``cut`` are positions a ``break`` left out; ``result`` is evaluate's mean."""
 
     phase: Count
     cut: list[tuple[Count, Count]]
     result: float | None = None
+    """of several means the one that stands for all"""
+    results: dict[str, float | None] = {}
+    """where several means were measured: each by its name"""
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, tag="checkpoint", tag_field="kind"):

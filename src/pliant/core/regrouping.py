@@ -97,6 +97,11 @@ def regrouped(group: Group, era: int, roster: Sequence[WorkerId], entries: Seque
     return group
 
 
+def limits(group: Group) -> dict[str, int | None]:
+    """How far the script means to go, which it has told already when the state is another one."""
+    return {"samples_limit": group.samples_limit, "updates_limit": group.updates_limit}
+
+
 def restored(group: Group, worker: WorkerId, round_: int) -> Group:
     """The state of a checkpoint, with ``worker`` alone to hold it: what was dealt is in the pool again."""
     alone = regrouped(group, group.era, (worker,), (Entry(active=False),))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from pliant.core import dealing, rates, regrouping, rounds
+from pliant.core import dealing, measures, rates, regrouping, rounds
 from pliant.core.agreement import Mismatch
 from pliant.core.drift import Drift
 from pliant.core.group import Group, Policy, Standing, founded
@@ -159,7 +159,8 @@ class Replay:
         if self._group.open and policy != self._group.policy:
             return [f"the policy changes inside phase {self._group.phase.number}"]
         self._agreed = True
-        self._group = replace(self._group, policy=policy, samples_limit=record.samples_limit)
+        limits = {"samples_limit": record.samples_limit, "updates_limit": record.updates_limit}
+        self._group = replace(self._group, policy=policy, **limits)
         return []
 
     def _open(self, record: PhaseRecord) -> list[str]:
@@ -220,6 +221,10 @@ class Replay:
             tickets = _with_measures(record, tickets)
             if record.trained or group.trained:
                 tickets = [replace(t, trained=_set(record.trained, m, group)) for m, t in enumerate(tickets)]
+        elif record.sums:
+            if len(record.sums) != len(tickets):
+                return [f"{where}: sums of {len(record.sums)} workers, {len(tickets)} handed in"]
+            tickets = [replace(t, sums=tuple(sums)) for t, sums in zip(tickets, record.sums, strict=True)]
         for worker, hand, ticket in zip(group.roster, phase.ledger.hands, tickets, strict=True):
             if not 0 <= ticket.micro_batches <= hand.granted:
                 return [f"{where}: {worker} drew {ticket.micro_batches} micro-batches, {hand.granted} were granted"]
@@ -275,6 +280,7 @@ class Replay:
         # A result that is not finite is journaled as none.
         if record.result is not None and record.result != outcome.result:
             problems.append(f"{where}: result is {record.result!r}, the decision code says {outcome.result!r}")
+        problems += [f"{where}: {text}" for text in measures.differences(record.results, outcome.results)]
         return problems
 
 
@@ -310,6 +316,8 @@ def _with_measures(record: RoundRecord, tickets: list[Ticket]) -> list[Ticket]:
     says = next(speaking, 0)
     if record.momentum is not None:
         tickets[says] = replace(tickets[says], momentum=record.momentum)
+    if record.clip_norm is not None:
+        tickets[says] = replace(tickets[says], clip_norm=record.clip_norm)
     if record.measured is not None:
         number, square = record.measured
         tickets[says] = replace(tickets[says], measured_round=number, measured_norm=square)

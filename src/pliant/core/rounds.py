@@ -14,7 +14,20 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from pliant.core import agreement, drawing, drift, goodput, ledger, noise, overlap, pace, rates, standings, trained
+from pliant.core import (
+    agreement,
+    drawing,
+    drift,
+    goodput,
+    ledger,
+    measures,
+    noise,
+    overlap,
+    pace,
+    rates,
+    standings,
+    trained,
+)
 from pliant.core.agreement import Mismatch
 from pliant.core.drift import Drift
 from pliant.core.group import Group, OpenPhase, Past
@@ -44,6 +57,8 @@ class Settled(msgspec.Struct, frozen=True):
     ended: bool
     cut: tuple[Span, ...] = ()
     result: float | None = None
+    results: dict[str, float | None] | None = None
+    """where several means were measured; ``result`` is then one of them"""
     plan: tuple[int, int] | None = None
     """(term, era) of the planned era that begins after this exchange"""
     verdict: overlap.Verdict | None = None
@@ -58,6 +73,8 @@ class Settled(msgspec.Struct, frozen=True):
     """a digest of the weights is to be taken, for a later ticket"""
     drift: Drift | None = None
     """whose weights differ from the others', as the tickets show"""
+    clip_norm: float | None = None
+    """in force with this round, where the scripts have set one since ``join``; 0: none"""
     finite: bool = True
     """false: some worker's part was not finite"""
     layout: bytes = b""
@@ -81,6 +98,8 @@ def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
     limit = first.length
     if first.kind is Kind.TRAIN and group.samples_limit is not None:
         limit = min(limit, max(0, group.samples_limit - group.samples))
+    if first.kind is Kind.TRAIN and _is_enough(group):
+        limit = 0
     phase = OpenPhase(
         number=group.phases + 1,
         kind=first.kind,
@@ -98,8 +117,9 @@ def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
         exchange=group.exchange + 1,
         phases=phase.number,
         open=(*group.open, phase),
-        # Who leaves says so again in the first round: the journal of an opening does not tell.
-        standings=standings.ready(group, tickets),
+        # Who leaves says so again in the first round: the journal of an opening does not tell. And who holds the state
+        # only now is not in the loop whose end this call is made at: it begins with the next one.
+        standings=group.standings if phase.inner else standings.ready(group, tickets),
     )
     if limit == 0:
         return _closed(group, phase, None)
@@ -108,7 +128,9 @@ def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
 
 def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | Mismatch:
     """Spend the samples of the handed-in contributions, decide the update, deal what comes next."""
-    mismatch = agreement.compared(group, tickets)
+    mismatch = agreement.compared(group, tickets) or agreement.compared_clip_norms(group, tickets)
+    if not mismatch and group.phase.kind is Kind.EVALUATE:
+        mismatch = measures.compared(group.phase.sums, group.roster, tickets)
     if mismatch:
         return mismatch
     before, phase = group, group.phase
@@ -129,14 +151,15 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
     total = math.fsum([ticket.loss_sum for ticket in tickets])
     batch = sum([ticket.samples for ticket in tickets])
     if phase.kind is Kind.EVALUATE:
-        phase = replace(phase, total=phase.total + total, count=phase.count + weight)
+        sums = measures.added(phase.sums, tickets)
+        phase = replace(phase, total=phase.total + total, count=phase.count + weight, sums=sums)
         group = replace(group, evaluating=pace.forgiven(pace.measure(group.evaluating, tickets), tickets))
         finite, told, momentum = True, None, 0.0
     else:
         finite = not any(ticket.flags & Flag.NONFINITE for ticket in flagged)
         told, momentum = noise.told(group.noise, tickets), _momentum(group, tickets)
         group = _trained(group, tickets, told, momentum, finite=finite, short=short)
-    ended = broken or remaining.is_spent
+    ended = broken or remaining.is_spent or (phase.kind is Kind.TRAIN and _is_enough(group))
     plan = agreement.agreed_plan(group, tickets)
     differs = None
     if phase.kind is Kind.TRAIN and not ended and plan is None:
@@ -144,6 +167,7 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         differs = standings.drifted(group, phase, tickets)
     group, phase = standings.moved(replace(group, exchange=group.exchange + 1), phase, tickets, differs)
     result = phase.total / phase.count if ended and phase.kind is Kind.EVALUATE and phase.count else None
+    results = measures.means(phase.sums) if ended else None
     ended = ended or standings.deserted(group, phase)
     outcome = Settled(
         phase=phase.number,
@@ -160,12 +184,14 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         ended=ended,
         cut=ledger.unspent(phase.ledger) if ended else (),
         result=result,
+        results=results,
         plan=plan,
         momentum=momentum,
         measures=phase.kind is Kind.TRAIN and any(each.round == group.round for each in group.noise.awaited),
         measured=told,
         weighs=phase.kind is Kind.TRAIN and len(group.roster) > 1 and drift.is_due(group.round, group.policy.watched),
         drift=differs,
+        clip_norm=group.clip_norm,
         finite=finite,
         layout=sets.layout,
         touched=sets.touched,
@@ -176,7 +202,7 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         group, phase, verdict = _reconsidered(group, phase, tickets, full=full)
         outcome = replace(outcome, verdict=verdict) if verdict is not None else outcome
     if ended:
-        return _closed(group, phase, result), outcome
+        return _closed(group, phase, result, results), outcome
     return _dealt_on(before, replace(group, open=(*group.open[:-1], phase)), outcome)
 
 
@@ -204,9 +230,11 @@ def concluded(group: Group) -> Group:
     return replace(group, exchange=group.exchange + 1, over=True)
 
 
-def _closed(group: Group, phase: OpenPhase, result: float | None) -> Group:
+def _closed(
+    group: Group, phase: OpenPhase, result: float | None, results: dict[str, float | None] | None = None
+) -> Group:
     """The innermost phase is over."""
-    finished = Past(phase.kind, phase.epoch, result, phase.inner)
+    finished = Past(phase.kind, phase.epoch, result, phase.inner, results)
     outer = group.open[:-1]
     if not outer:
         return replace(group, open=(), past=(*group.past, finished))
@@ -271,12 +299,17 @@ def _trained(
             paying = _paying(group, training, known.scale)
         scheduled = rates.progress(rule, rate, batch=batch, reference=reference, short=short)
     number, samples = group.round + 1, group.samples + batch
+    applied = finite and any(ticket.weight > 0 for ticket in tickets)
+    clip_norm, disputed = _clip_norm(group, tickets)
     if finite and noise.is_due(known, number):
         known = noise.contributed(known, number, samples, tickets)
     return replace(
         group,
         round=number,
         samples=samples,
+        updates=group.updates + applied,
+        clip_norm=clip_norm,
+        clip_disputed=disputed,
         rate=rate,
         scheduled=group.scheduled + scheduled,
         noise=known,
@@ -285,6 +318,22 @@ def _trained(
         skipped_in_a_row=0 if finite else group.skipped_in_a_row + 1,
         training=training,
     )
+
+
+def _is_enough(group: Group) -> bool:
+    """Whether as many updates are made as the script has asked for."""
+    return group.updates_limit is not None and group.updates >= group.updates_limit
+
+
+def _clip_norm(group: Group, tickets: Sequence[Ticket]) -> tuple[float | None, int]:
+    """The bound on the gradient's norm in force from this round on, and for how many rounds scripts have differed.
+
+    A bound takes effect when all who have set one have set the same.
+    """
+    wanted = agreement.clip_norm_wanted(tickets)
+    if len(wanted) > 1:
+        return group.clip_norm, group.clip_disputed + 1
+    return (wanted.pop() if wanted else group.clip_norm), 0
 
 
 def _momentum(group: Group, tickets: Sequence[Ticket]) -> float:

@@ -73,6 +73,22 @@ def moved(
     return group, replace(phase, ledger=drawing.made_up(group, phase, spares=not group.overlap))
 
 
+def heard_in_body(group: Group, tickets: Sequence[Ticket]) -> list[Ticket]:
+    """The tickets of an opening: in the body of a loop nobody becomes ready who is not in that body.
+
+    Those who are may open another ``evaluate`` there, one after the other, and nobody else knows of it. Whoever merely
+    goes along says again that it is ready, and is heard in the next round of the loop.
+    """
+    if not group.open:
+        return list(tickets)
+    return [
+        replace(ticket, flags=ticket.flags & ~Flag.READY)
+        if ticket.flags is not QUIET and ticket.flags & Flag.FOLLOWING
+        else ticket
+        for ticket in tickets
+    ]
+
+
 def ready(group: Group, tickets: Sequence[Ticket]) -> tuple[Standing, ...]:
     """The standings with those active who hold the whole state now."""
     return tuple(

@@ -85,6 +85,10 @@ NOWHERE = Point()
 """of a ticket that goes along"""
 
 
+Sums = tuple[tuple[str, float, float], ...]
+"""name, sum and count of each mean that an ``evaluate`` measures"""
+
+
 class Ticket(msgspec.Struct, frozen=True):
     """One worker's part of one round. Times are seconds, ``pace`` follows from samples and ``busy_s``."""
 
@@ -137,12 +141,20 @@ class Ticket(msgspec.Struct, frozen=True):
     """that digest"""
     arithmetic: int = 0
     """what it computes with, as a checksum: only workers with the same one must have the same bits"""
+    appendix: int = 0
+    """bytes that this worker has to say behind its ticket (``measures.Appendix``)"""
+    clip_norm: float = -1.0
+    """the bound on the gradient's norm that the script has set; 0: none is wanted; -1: it has set nothing"""
     point: Point = NOWHERE
     trained: bytes = b""
     """the parameters that its contribution was computed for (``core.trained``)"""
+    sums: Sums = ()
+    """as its appendix says, where that has been read; not packed"""
+    gathers: bool = False
+    """likewise: whether it gathers outputs"""
 
 
-_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqdqQQqqqBI")
+_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqdqQQqdqqqBI")
 
 
 def packed_size(bits: int, trained: int = 0) -> int:
@@ -183,6 +195,8 @@ def pack(ticket: Ticket, bitmap: int, bits: int) -> bytes:
         ticket.weights_round,
         ticket.weights,
         ticket.arithmetic,
+        ticket.appendix,
+        ticket.clip_norm,
         *ticket.point.packed,
         len(ticket.trained),
     )

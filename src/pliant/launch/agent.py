@@ -58,6 +58,13 @@ RECONNECT_S = 30.0
 IDLE_RECONNECT_S = 2.0
 """The same for a launcher without a living worker: nothing is lost by going."""
 
+JOIN_S = 60.0
+"""A script that has not called ``join`` by then mostly never will; downloads and imports may take longer, so that it is
+told and nothing is done about it."""
+
+_NOT_JOINED = ("starting", "restarting", "ended")
+"""States of a worker whose script may never have called ``join``."""
+
 ALONE_S = 5.0
 """After a signal without a coordinator, and between SIGTERM and SIGKILL when the launcher itself ends the workers."""
 
@@ -92,6 +99,7 @@ class Agent:
         self._signals: list[int] = []
         self._signalled_s = 0.0
         self._is_noticed = False
+        self._reminded = False
         self._is_over = False
         self._patience_s = 0.0
         self._abandoning: asyncio.Task[None] | None = None
@@ -276,12 +284,30 @@ class Agent:
     def _tick(self) -> None:
         """Let time pass: for output that was held back, and for a signal that nobody else takes care of."""
         self._slots.pause()
+        self._remind()
         if not self._signals:
             return
         waited_s = time.monotonic() - self._signalled_s
         nobody = self._link is None and waited_s > ALONE_S
         if nobody or waited_s > 2 * (self._spec.grace_s + ALONE_S):
             self._abandon(_by_signal(self._signals[0]))
+
+    def _remind(self) -> None:
+        """Say, once, that a process runs and has not joined: it may be training alone for hours."""
+        own = {worker.slot: worker.state for worker in self.status.workers if worker.slot in self._slots.names}
+        if self._reminded or self._link is None or not own:
+            return
+        slots = self._slots.alive_for(JOIN_S)
+        if any(state not in _NOT_JOINED for state in own.values()):
+            # The script calls it. One that is started again later may take its time.
+            self._reminded = True
+        elif slots:
+            self._reminded = True
+            self._ui.note(
+                f"{', '.join(slots)} {'has' if len(slots) == 1 else 'have'} run for {JOIN_S:g} s without calling "
+                f"pliant.join: if {self._spec.script} trains already, each worker does so for itself; "
+                "wrap its loop in `with pliant.join(model, optimizer, batch=…) as run:`"
+            )
 
     def _abandon(self, end: Over) -> None:
         """End the workers without the coordinator's help."""

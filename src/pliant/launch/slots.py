@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +45,7 @@ class Slots:
         self._ended = ended
         self._seen = SeenTracebacks()
         self._processes: dict[str, WorkerProcess] = {}
+        self._started_s: dict[str, float] = {}
         self.exits: dict[str, Exited] = {}
         """of slots whose process has ended and was not started again"""
 
@@ -56,6 +58,11 @@ class Slots:
     def alive(self) -> list[str]:
         """Slots whose process runs."""
         return [slot for slot, process in self._processes.items() if process.is_alive]
+
+    def alive_for(self, seconds: float) -> list[str]:
+        """Slots whose process has run for so long."""
+        now_s = time.monotonic()
+        return [slot for slot in self.alive if now_s - self._started_s[slot] >= seconds]
 
     def start(self, slot: str) -> None:
         """Start the slot's process, unless it runs."""
@@ -75,6 +82,7 @@ class Slots:
         )
         process = WorkerProcess(slot, self._logs / f"{slot}.log", self._seen, self._show, self._exited)
         self._processes[slot] = process
+        self._started_s[slot] = time.monotonic()
         self.exits.pop(slot, None)
         command = [sys.executable, "-u", *(("-m",) if spec.module else ()), spec.script, *spec.args]
         process.start(command, worker_environment(job, spec.workers))

@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from pliant.core import tickets
+from pliant.core import measures, tickets
+from pliant.core.measures import Appendix
 from pliant.core.tickets import Ticket
 from pliant.runtime.place import EraBroken
+from pliant.worker.appendices import Appended
 
 Answer = TypeVar("Answer")
 
@@ -49,6 +51,19 @@ class Channels:
     def gather(self, packed: bytes) -> Any:
         """Begin to gather tickets only."""
         return reached(lambda: self._channel.gather(packed))
+
+    def exchange_appended(self, packed: bytes, appendix: bytes) -> Any:
+        """Begin to gather tickets and, where anybody has one, appendices; nothing is added up."""
+        channel = self._channel
+        return reached(lambda: Appended(channel.gather, channel.exchange(packed, []), appendix))
+
+    def gather_appendices(self, gathered: Any) -> Any:
+        """Begin to gather the appendices of an exchange whose tickets are known; this worker has none."""
+        return Appended(self._channel.gather, gathered, b"")
+
+    def appendices(self, summation: Any) -> list[Appendix]:
+        """The appendices of an exchange that is over."""
+        return [measures.unpacked(data) for data in reached(summation.appendices)]
 
     def add_up(self, sums: Sequence[Tensor]) -> Any:
         """Begin to add up the tensors of an exchange whose tickets are known."""

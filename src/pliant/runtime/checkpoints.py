@@ -74,9 +74,9 @@ class Checkpoints:
             raise UsageError("the run goes on from a checkpoint, but this script calls join without checkpoint=…")
         member = self._member
         found = self.saving.restored(names, member.training, self._carried, member.group)
-        limit = member.group.samples_limit
+        limits = regrouping.limits(member.group)
         restored = regrouping.restored(found.handed.group, member.me, last_round)
-        member.group = replace(restored, samples_limit=limit)
+        member.group = replace(restored, **limits)
         self.users_state, self._call = found.users_state, top_level_calls(member.group)
         member.undrained = found.handed.undrained
         member.work.forget(len(member.group.open))

@@ -26,9 +26,9 @@ from pliant.runtime.update import Training
 
 # A loss per sample, or a norm, below this is compared as if it were this: nothing is left of it but rounding.
 _LEAST = 1e-6
-# Says when a worker is lost, and nothing about what is computed; a loss scale is taken out again, and a script that
-# was made for a GPU has none where it is replayed without one.
-_OF_NO_EFFECT = ("dead_after", "scaler")
+# Say when a worker is lost and where checkpoints go, and nothing about what is computed; a loss scale is taken out
+# again, and a script that was made for a GPU has none where it is replayed without one.
+_OF_NO_EFFECT = ("dead_after", "checkpoint", "scaler")
 
 NAMES = {Kind.TRAIN: "batches", Kind.EVALUATE: "evaluate"}
 """What the script calls to open a phase."""
@@ -47,8 +47,10 @@ def refuse_other_settings(offer: Offer, agreed: PolicyRecord | None) -> None:
         raise Diverged(f"the script trains another model: {here}; the run trained {agreed.parameters}")
 
 
-def refuse_other_call(call: Opening, limit: int | None, record: PhaseRecord, agreed: PolicyRecord | None) -> None:
-    """The script must open the phase that the run opened; ``limit``: of samples, as the script has it."""
+def refuse_other_call(
+    call: Opening, limits: tuple[int | None, int | None], record: PhaseRecord, agreed: PolicyRecord | None
+) -> None:
+    """The script must open the phase that the run opened; ``limits``: of samples and updates, as the script has it."""
     where = f"phase {record.phase} (epoch {record.epoch + 1})"
     if record.task != call.kind.name.lower():
         there = NAMES[Kind[record.task.upper()]]
@@ -60,9 +62,10 @@ def refuse_other_call(call: Opening, limit: int | None, record: PhaseRecord, agr
     ):
         if here != there:
             raise Diverged(f"{where}: the script {what} {here}, the run {there}")
-    recorded = agreed.samples_limit if agreed is not None else None
-    if recorded != limit:
-        raise Diverged(f"{where}: the script trains on samples={limit}, the run on samples={recorded}")
+    recorded = (agreed.samples_limit, agreed.updates_limit) if agreed is not None else (None, None)
+    for name, here, there in zip(("samples", "steps"), limits, recorded, strict=True):
+        if here != there:
+            raise Diverged(f"{where}: the script trains on {name}={here}, the run on {name}={there}")
 
 
 class Comparison:
@@ -119,9 +122,11 @@ class Comparison:
             floor = _LEAST * max(1.0, abs(line.weight))
             self._compare("evaluate's sum", total, line.loss_sum, floor, number, part.worker)
 
-    def result(self, here: float, recorded: float, number: int) -> None:
-        """The mean that ``evaluate`` returned, after round ``number``."""
-        self._compare("the result of evaluate", here, recorded, _LEAST, number, "the group")
+    def result(self, here: float, recorded: float, number: int, name: str = "") -> None:
+        """The mean that ``evaluate`` returned, after round ``number``; ``name``: of several ones."""
+        self._compare(
+            f"the result of evaluate{f' ({name})' if name else ''}", here, recorded, _LEAST, number, "the group"
+        )
 
     def weights(self, model: nn.Module, training: Training, number: int) -> None:
         """The model's plain weights after round ``number`` beside those of the file, if that is of this round."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pliant.core.tickets import Point
+from pliant.core.measures import Appendix
+from pliant.core.tickets import Point, Sums
 
 
 class Contribution:
@@ -20,7 +21,9 @@ class Contribution:
         "_early_round",
         "_late_round",
         "_loss",
+        "_outputs",
         "_pending",
+        "_sums",
         "cpu_start_s",
         "idle_s",
         "micro_batches",
@@ -40,6 +43,8 @@ class Contribution:
         self._pending = 0
         self._early = self._early_round = self._late_round = 0
         self._ahead = False
+        self._sums: dict[str, tuple[float, float]] = {}
+        self._outputs: list[bytes] | None = None
 
     def draw(self, samples: int, cpu_s: float, settled: int = 0, *, ahead: bool = False) -> None:
         """A micro-batch is given to the user's loop. It counts as spent even if the loop passes over it.
@@ -69,6 +74,19 @@ class Contribution:
         self.weight += weight
         self._pending = 0
         self._loss = self._loss + loss_sum
+
+    def append(self, sums: Sums, output: bytes | None) -> None:
+        """What ``evaluate`` has of a drawn micro-batch beside its sum and count."""
+        for name, total, count in sums:
+            before = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = before[0] + total, before[1] + count
+        if output is not None:
+            self._outputs = [*(self._outputs or ()), output]
+
+    def appendix(self) -> Appendix:
+        """What its ticket does not hold."""
+        sums = tuple((name, total, count) for name, (total, count) in self._sums.items())
+        return Appendix(sums, None if self._outputs is None else tuple(self._outputs))
 
     def leave_out(self) -> None:
         """A backward pass has failed: its samples are spent, and nothing that was computed for them counts."""

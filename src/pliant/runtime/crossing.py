@@ -152,8 +152,8 @@ class Crossing:
         member.work.forget(0)
         newcomer = founded(member.group.policy, 0, (member.me,))
         # The script has told its limit already, and a run that begins anew has it from there.
-        limit = member.group.samples_limit
-        member.group = replace(newcomer, standings=(Standing.FOLLOWING,), samples_limit=limit)
+        limits = regrouping.limits(member.group)
+        member.group = replace(newcomer, standings=(Standing.FOLLOWING,), **limits)
         self._forget_gradients()
         if script.stack:
             self._enlist(script.stack[0])
@@ -223,8 +223,8 @@ class Crossing:
         member.work.drawn_since_update = False
         _heard(lambda: self._eras.share(seat.channel, look))
         self._channels.enter(seat.channel)
-        limit = member.group.samples_limit
-        member.group = replace(founded(member.group.policy, seat.era, seat.roster), samples_limit=limit)
+        limits = regrouping.limits(member.group)
+        member.group = replace(founded(member.group.policy, seat.era, seat.roster), **limits)
         member.witness.joined(seat.records)
         self._entered(seat, None)
 

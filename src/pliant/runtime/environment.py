@@ -19,6 +19,7 @@ __all__ = [
     "environment_of",
     "given_authority",
     "given_token",
+    "is_first",
     "is_worker",
     "job_from",
     "plain_environment",
@@ -29,6 +30,8 @@ _ADDRESS, _TOKEN, _WORKER = "PLIANT_ADDRESS", "PLIANT_TOKEN", "PLIANT_WORKER"
 _AUTHORITY = "PLIANT_TLS_CA"
 _PACE, _SIZE, _GRACE, _DIRECTORY = "PLIANT_PACE", "PLIANT_SIZE", "PLIANT_GRACE", "PLIANT_DIRECTORY"
 _OF_A_JOB = (_ADDRESS, _TOKEN, _AUTHORITY, _WORKER, _PACE, _SIZE, _GRACE, _DIRECTORY)
+_FIRST = "w0"
+"""the slot that every job begins with"""
 _THREADS = "OMP_NUM_THREADS"
 
 
@@ -55,6 +58,15 @@ class Job:
 def is_worker() -> bool:
     """Whether a launcher has started this process as a worker."""
     return _WORKER in os.environ
+
+
+def is_first() -> bool:
+    """Whether this process is the first worker of its job, known before ``join``: True on one of them, and alone.
+
+    For what one process is to do before all others train: a download, ``dataset.map``. It is the worker in the job's
+    first slot, ``w0``, also after a restart; who prints and writes in the run itself is ``run.is_leader``.
+    """
+    return os.environ.get(_WORKER, _FIRST) == _FIRST
 
 
 def current_job() -> Job | None:

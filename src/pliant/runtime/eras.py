@@ -123,10 +123,14 @@ class Eras:
         self._asked_state: int | None = None
         self._own_is_newest = False
         """it was the last one to compute: of the user's state it has the newest, whatever else it takes over"""
+        self.lost_users_state = False
+        """the user's state was on its way here, and has gone with the last worker that had it"""
         self._left: tuple[str, Any] | None = None
         """the last call that a newcomer came to the end of, and the user's state at that end"""
         self._kept: dict[int, Any] = {}
         """by exchange, the user's state after it, for one that asks when the next is settled already"""
+        self._before_hooks: tuple[str, Any] | None = None
+        """the last update with which somebody began to compute, and the user's state before what was done with it"""
         self._missed = math.inf
         """the first exchange with an update whose code this worker, about to go, has not run"""
         self._ahead: frozenset[WorkerId] = frozenset()
@@ -149,7 +153,8 @@ class Eras:
         past = self.place.link.mailbox.welcome.past
         if index >= len(past):
             return None
-        return Past(Kind[past[index].task.upper()], past[index].epoch, past[index].result)
+        found = past[index]
+        return Past(Kind[found.task.upper()], found.epoch, found.result, results=found.results)
 
     def last_past_epoch(self) -> int:
         """The last epoch of which the coordinator knew a finished call."""
@@ -200,14 +205,27 @@ class Eras:
 
     # -- handing on
 
-    def serve(self, training: Training, group: Group, restored: Mapping[str, Any] | None) -> None:
-        """Give newcomers what they asked for, as of now; ``restored``: the user's state that is yet to be installed."""
+    def serve(
+        self, training: Training, group: Group, restored: Mapping[str, Any] | None, *, swapped: bool = False
+    ) -> None:
+        """Give newcomers what they asked for, as of now; ``restored``: the user's state that is yet to be installed.
+
+        ``swapped``: the script has put other weights into the model for a while.
+        """
         active = _active(group)
 
         def snapshot(want: Sequence[str], as_of: int) -> dict[str, Any]:
-            at_end = takeover.is_of_end(want)
-            if (at_end or takeover.STATE in want) and as_of >= self._missed and not self._ahead.isdisjoint(active):
+            at_end, before_hooks = takeover.is_of_end(want), takeover.is_before_hooks(want)
+            if (
+                (at_end or before_hooks or takeover.STATE in want)
+                and as_of >= self._missed
+                and not self._ahead.isdisjoint(active)
+            ):
                 raise LookupError("it leaves, and others have a newer one")
+            if before_hooks:
+                if self._before_hooks is None or want != [self._before_hooks[0]]:
+                    raise LookupError("it has not kept that")
+                return {want[0]: self._before_hooks[1]}
             if at_end:
                 if self._left is None or want != [self._left[0]]:
                     raise LookupError("it has not kept that")
@@ -219,6 +237,8 @@ class Eras:
             if want == [takeover.STATE] and as_of < group.exchange and as_of in self._kept:
                 # It has handed in nothing to the exchange since, and runs the code for that itself.
                 return {takeover.STATE: self._kept[as_of]}
+            if swapped and want != [takeover.STATE]:
+                raise LookupError("its script has other weights in the model for a while")
             with training.plain():
                 return takeover.snapshot(training, self._carried, want)
 
@@ -274,6 +294,7 @@ class Eras:
         following = group.standings[group.roster.index(self.place.me)] is Standing.FOLLOWING
         if not following and (not donors or knows_best):
             # Only the user's own state is missing, and nobody has a newer one.
+            self.lost_users_state = self.lost_users_state or self.lacks_users_state
             self._drop_takeover()
         else:
             self._asked_state = None
@@ -387,7 +408,32 @@ class Eras:
             return True
         # Who was asked first may be about to go, and behind those who have come to compute since.
         self._takeover.may_ask(self._others_computing(group))
-        values = self._takeover.users_state(group.exchange, left)
+        values = self._takeover.users_state(group.exchange, *([takeover.at_end_of(left)] if left is not None else []))
+        if values is None:
+            return False
+        takeover.install_state(self._carried["state"], values)
+        self._drop_takeover()
+        return True
+
+    # -- what the script does with an update
+
+    @property
+    def lacks_users_state(self) -> bool:
+        """Whether this worker, a newcomer, has never had it."""
+        return self._takeover is not None and self._takeover.is_of_newcomer
+
+    def keep_before_hooks(self, exchange: int) -> None:
+        """Somebody has just begun to compute, and is to begin with this update, too: keep what it asks for."""
+        if self._carried["state"]:
+            self._before_hooks = takeover.before_hooks_of(exchange), takeover.users_state_of(self._carried)
+
+    def state_before_hooks_arrived(self, group: Group, exchange: int) -> bool:
+        """Whether the user's state of that moment is here, and installed."""
+        if self._takeover is None or not self._carried["state"] or self._own_is_newest:
+            self._drop_takeover()
+            return True
+        self._takeover.may_ask(self._others_computing(group))
+        values = self._takeover.users_state(exchange, takeover.before_hooks_of(exchange))
         if values is None:
             return False
         takeover.install_state(self._carried["state"], values)

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from msgspec.structs import replace
 from torch import Tensor
 
-from pliant.core import agreement, drift, postscripts, rounds, standings, trained
+from pliant.core import agreement, drift, measures, postscripts, rounds, standings, trained
 from pliant.core.agreement import Mismatch
 from pliant.core.group import Group, Standing
+from pliant.core.measures import Appendix
 from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.errors import Drifted, NonFiniteLoss, Refused
@@ -29,6 +30,7 @@ from pliant.runtime.member import Member
 from pliant.runtime.place import EraBroken
 from pliant.runtime.script import Opening
 from pliant.runtime.work import Flight
+from pliant.worker.hooks import Hooks
 
 
 class Exchanges:
@@ -42,6 +44,7 @@ class Exchanges:
         bounds: Bounds,
         handing: HandingIn,
         crossing: Crossing | None,
+        hooks: Hooks,
         clock: Callable[[], float],
     ) -> None:
         self._member = member
@@ -50,6 +53,7 @@ class Exchanges:
         self._bounds = bounds
         self._crossing = crossing
         self._handing = handing
+        self._hooks = hooks
         self._clock = clock
         self.last: Settled | None = None
         """the last settled exchange"""
@@ -84,6 +88,7 @@ class Exchanges:
         member = self._member
         before, training = member.group, member.training
         training.buffers.grow(bitmap >> len(training.parameters))
+        gathered = standings.heard_in_body(before, gathered)
         group = rounds.opened(before, gathered)
         if isinstance(group, Mismatch):
             raise self._refused(group)
@@ -155,6 +160,7 @@ class Exchanges:
     def settle(self, following: Flag = Flag.NONE, *, in_body: bool = False) -> Settled:
         """Wait for the contribution in flight, decide, hand in the following one, apply.
 
+        Where the script follows updates, what it does with this one comes before the following is handed in.
         ``in_body``: ``step`` will say so if the update is seen.
         """
         self._lookout.check_era()
@@ -168,6 +174,10 @@ class Exchanges:
         start = self._clock()
         handed_in, bitmap = self._tickets_of(flight)
         before = member.group
+        appendices: list[Appendix] = []
+        if before.phase.kind is Kind.EVALUATE:
+            appendices = self._channels.appendices(flight.summation)
+            handed_in = measures.read(handed_in, appendices)
         decision = rounds.settled(before, handed_in)
         if isinstance(decision, Mismatch):
             raise self._refused(decision)
@@ -178,26 +188,64 @@ class Exchanges:
         merged = is_training and self._merge(outcome, flight, bitmap)
         # Whoever went along has handed in nothing to the following round already, in order to see the tickets.
         goes_on = not (outcome.ended or outcome.plan or flight.closed)
-        if goes_on and self._overlaps(before) and self._bounds.due_at_once():
+        followed = is_training and outcome.applied and self._hooks.follow_updates
+        if goes_on and not followed and self._overlaps(before) and self._bounds.due_at_once():
             if flight.gathered is not None:
                 # It went along: what it would hand in is the very buffer that is still to be applied.
                 member.training.gradients.lose(flight.filled)
             self._handing.hand_in_or_remember(following, returning=True)
+        if outcome.kind is Kind.EVALUATE:
+            work.outputs.add(outcome.phase, [hand.queue for hand in before.phase.ledger.hands], appendices)
+        rates = member.training.rates(outcome.factor) if followed else ()
         if is_training:
             self._apply(before, outcome, flight, bitmap)
+            if not followed:
+                self._weigh(outcome)
             self._adopt(before, handed_in)
             self._answer_for(outcome)
         member.witness.settled(member.group, outcome, handed_in, self.applied_rate)
         self.last = outcome
-        if is_training and outcome.seen and not in_body:
+        due = followed and self._is_followed_here(before, outcome)
+        behind = is_training and not in_body and (outcome.seen or (followed and not due))
+        if behind and not due:
             self._fall_behind(before)
         if outcome.ended:
             self._end_phase(outcome, handed_in, merged=merged)
         if outcome.plan is not None:
-            self._switch_and_hand_in(outcome.plan, before, flight, following)
+            self._switch_or_remember(outcome.plan, closed=flight.closed)
         work.cost_s = self._clock() - start
+        if followed and not outcome.ended:
+            member.undrained = self._is_undrained(merged)
+        if due:
+            self._hooks.note(outcome, rates, lambda: self._fall_behind(before) if behind else None)
+        # Who has taken part in the exchange after this one already sees first what that is.
+        waits = flight.closed and outcome.plan is None and self._lookout.broken is None
+        if (followed and not waits and self._follow_update()) or (outcome.plan is not None and not followed):
+            self._hand_in_late(before, following)
+        if followed and not member.follows:
+            self._weigh(outcome)
         self._give_up_if_hopeless()
         return outcome
+
+    def _is_followed_here(self, before: Group, outcome: Settled) -> bool:
+        """Whether this worker holds the whole state after the round, and its script is in that loop."""
+        script = self._member.script
+        return not self._member.follows and script.depth == 1 and script.phase(before) == outcome.phase
+
+    def _follow_update(self) -> bool:
+        """Let the script do what it does with each update; whether the era is still the same."""
+        era = self._member.group.era
+        if self._member.undrained and self._lookout.broken is not None:
+            # What is due comes in the next era.
+            return False
+        self.follow_update()
+        return self._member.group.era == era
+
+    def follow_update(self) -> None:
+        """The same where it may be due: the group's buffers come first."""
+        if self._hooks.due:
+            self.finish_draining()
+            self._hooks.call()
 
     def _tickets_of(self, flight: Flight) -> tuple[list[Ticket], int]:
         if flight.gathered is None:
@@ -213,14 +261,18 @@ class Exchanges:
         """Whether the following contribution has been computed beside the round just settled, and is handed in now."""
         return before.overlap and self._member.group.overlap
 
-    def _switch_and_hand_in(self, plan: tuple[int, int], before: Group, flight: Flight, following: Flag) -> None:
-        """The planned era begins after this exchange, and the following contribution is of it."""
+    def _switch_or_remember(self, plan: tuple[int, int], *, closed: bool) -> None:
+        """The planned era begins after this exchange."""
         try:
-            self._switch(plan, closed=flight.closed)
+            self._switch(plan, closed=closed)
         except EraBroken as broken:
             self._lookout.broken = broken
-        going_on = self._lookout.broken is None and self._overlaps(before) and self._member.group.open
-        if going_on and self._bounds.due_at_once():
+
+    def _hand_in_late(self, before: Group, following: Flag) -> None:
+        """The following contribution, after the update: it is of a new era, or the script came first."""
+        member = self._member
+        going_on = self._lookout.broken is None and member.work.flight is None and member.group.open
+        if going_on and self._overlaps(before) and self._bounds.due_at_once():
             self._handing.hand_in_or_remember(following, returning=False)
 
     def _fall_behind(self, before: Group) -> None:
@@ -261,8 +313,16 @@ class Exchanges:
         self.applied_rate = training.rate * outcome.factor
         training.apply(outcome, flight.filled, bitmap, averaged, measures=outcome.measures)
         training.advance_schedule(*scheduled)
-        if outcome.weighs:
-            training.weigh(outcome.round, drift.turn(outcome.round, member.group.policy.watched))
+
+    def _weigh(self, outcome: Settled) -> None:
+        """Take a digest where one is due.
+
+        With an overlap after the following contribution is handed in, whatever came before that: who has gone along
+        with it already had none of this round to tell either, and digests of one round are compared.
+        """
+        member = self._member
+        if outcome.weighs and member.group.round == outcome.round:
+            member.training.weigh(outcome.round, drift.turn(outcome.round, member.group.policy.watched))
 
     def _answer_for(self, outcome: Settled) -> None:
         """Where this worker's weights differ from the others': take the state over like a newcomer, or go.
@@ -302,11 +362,19 @@ class Exchanges:
         self._follow_result(outcome)
         if outcome.kind is Kind.TRAIN and len(member.group.roster) > 1:
             training.gradients.discard()
-            # Without a merge in the last round (it was skipped, or a buffer changed for the first time) one is due.
-            member.undrained = bool(training.buffers.live) and not merged
+            member.undrained = self._is_undrained(merged)
             if not member.undrained:
                 training.buffers.drain()
+        call = member.script.innermost
+        if call is None or call.kind is not Kind.EVALUATE:
+            # This script does not ask for what an ``evaluate`` has gathered.
+            member.work.outputs.forget()
         member.work.leave_phase()
+
+    def _is_undrained(self, merged: bool) -> bool:
+        """Whether the buffers are to be made equal: not merged, for the round was skipped or one has changed first."""
+        member = self._member
+        return len(member.group.roster) > 1 and bool(member.training.buffers.live) and not merged
 
     def _follow_result(self, outcome: Settled) -> None:
         """A schedule may follow the results of ``evaluate``: those that every script asks for, outside of its loops."""

@@ -10,6 +10,7 @@ Source    docs/protocol.md ("Following", "Handing the state on").
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -23,6 +24,7 @@ from pliant.runtime.handing import HandingIn
 from pliant.runtime.lookout import Lookout
 from pliant.runtime.member import Member
 from pliant.runtime.work import Flight
+from pliant.worker.hooks import Hooks
 
 # Between two rounds in which nobody computes: all members leave, or wait for what they need.
 _NOBODY_S = 0.02
@@ -39,6 +41,7 @@ class Following:
         handing: HandingIn,
         exchanges: Exchanges,
         checkpoints: Checkpoints,
+        hooks: Hooks,
         sleep: Callable[[float], None],
     ) -> None:
         self._member = member
@@ -47,6 +50,7 @@ class Following:
         self._handing = handing
         self._exchanges = exchanges
         self._checkpoints = checkpoints
+        self._hooks = hooks
         self._sleep = sleep
 
     # -- one exchange
@@ -62,7 +66,8 @@ class Following:
             # Nobody computes, so nothing slows the rounds down: they would chase each other.
             self._sleep(_NOBODY_S)
         held = member.work.flight
-        gathered, bitmap = self._gathered()
+        summation = self._gathered()
+        gathered, bitmap = self._channels.gathered(summation)
         exchanges.go_if_expelled()
         speaking = [ticket for ticket in gathered if not ticket.flags & Flag.FOLLOWING]
         # Whoever is in the body of a loop that has ended comes first.
@@ -74,18 +79,21 @@ class Following:
             self._lookout.check_era()
             if member.group.era != era:
                 return
+            if self._hooks.due and not _may_be_of_update(says):
+                self._hooks.call(gone_on=True)
         if says is None or (not says.flags & Flag.OPENING and says.kind is not Kind.DRAIN):
-            self._follow_round(gathered, bitmap)
+            self._follow_round(gathered, bitmap, summation)
         elif says.kind is Kind.DRAIN:
             self._follow_drain()
         elif says.kind is Kind.END:
             exchanges.conclude(gathered)
         else:
             exchanges.opened(gathered, bitmap)
+        self._hooks.call()
         self._pursue()
 
-    def _gathered(self) -> tuple[list[Ticket], int]:
-        """Everybody's tickets, whatever they are of."""
+    def _gathered(self) -> Any:
+        """The gathering of everybody's tickets, whatever they are of; it is over."""
         member = self._member
         kind = member.group.phase.kind if member.group.open else Kind.TRAIN
         ticket = member.ticket(kind, Flag.FOLLOWING | self.readiness())
@@ -94,9 +102,9 @@ class Following:
             ticket = replace(ticket, size=call.size, ahead=call.ahead)
         summation = self._channels.gather(member.packed(ticket))
         self._lookout.wait(summation, self._pursue)
-        return self._channels.gathered(summation)
+        return summation
 
-    def _follow_round(self, gathered: list[Ticket], bitmap: int) -> None:
+    def _follow_round(self, gathered: list[Ticket], bitmap: int, summation: Any) -> None:
         """Add nothing to the sums of a round; settle it at once unless an ``evaluate`` may come before.
 
         A newcomer that was just dealt its first samples computes meanwhile.
@@ -116,7 +124,10 @@ class Following:
                 flight.postscript = member.training.gradients.written(added)
         flight.gathered = gathered, bitmap
         member.work.flight = flight
-        flight.summation = self._channels.add_up(flight.sums)
+        if phase.kind is Kind.TRAIN:
+            flight.summation = self._channels.add_up(flight.sums)
+        else:
+            flight.summation = self._channels.gather_appendices(summation)
         if begins:
             return
         self._lookout.wait(flight.summation, self._pursue)
@@ -158,7 +169,9 @@ class Following:
         if member.eras is not None and member.follows:
             if not member.eras.complete:
                 return Flag.NONE
-            member.eras.ask_users_state(group.exchange + 1 + member.work.in_flight)
+            if not self._hooks.follow_updates:
+                # Else the state is needed as it is before what the script does with that update.
+                member.eras.ask_users_state(group.exchange + 1 + member.work.in_flight)
             return Flag.READY
         late = group.open and not group.phase.present[member.index]
         return Flag.READY if late else Flag.NONE
@@ -191,3 +204,10 @@ class Following:
             return
         left = member.script.position if ended else None
         self._lookout.wait_at_rest(lambda: eras.users_state_arrived(member.group, left))
+
+
+def _may_be_of_update(says: Ticket | None) -> bool:
+    """Whether the others may be at what their scripts do with the last update: an ``evaluate``, or the drain before."""
+    if says is None:
+        return False
+    return says.kind is Kind.DRAIN or (says.kind is Kind.EVALUATE and bool(says.flags & Flag.OPENING))

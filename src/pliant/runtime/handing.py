@@ -17,7 +17,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 from torch import Tensor
 
-from pliant.core import postscripts, trained
+from pliant.core import measures, postscripts, trained
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.runtime.channels import Channels
 from pliant.runtime.contribution import Contribution
@@ -71,14 +71,19 @@ class HandingIn:
                 squared_norm = self._of_mean(norm, mine)
             overlap = member.group.overlap
             if overlap:
+                member.training.follow_clip_norm(member.group.clip_norm)
                 member.training.park(mine.weight, norm, bitmap)
             flight.filled, flight.merged = self.given_away(mine.weight, overlap=overlap, returning=returning)
             flight.point = mine.point(fresh=not returning)
         ticket = self._filled_in(ticket, mine, flight, squared_norm)
-        packed = member.packed(ticket, bitmap)
+        appendix = measures.packed(mine.appendix()) if phase.kind is Kind.EVALUATE else b""
+        packed = member.packed(replace(ticket, appendix=len(appendix)) if appendix else ticket, bitmap)
         work.begin()
         work.flight = flight
-        flight.summation = self._channels.exchange(packed, flight.sums)
+        if phase.kind is Kind.TRAIN:
+            flight.summation = self._channels.exchange(packed, flight.sums)
+        else:
+            flight.summation = self._channels.exchange_appended(packed, appendix)
 
     def _filled_in(self, ticket: Ticket, mine: Contribution, flight: Flight, squared_norm: float = 0.0) -> Ticket:
         """The ticket with all that is known of the contribution."""

@@ -41,6 +41,12 @@ class Lookout:
         self._sleep = sleep
         self.broken: EraBroken | None = None
         """found while a round was being settled: this worker stops as soon as that is done"""
+        self.in_hook = False
+        """the script does something with an update now, or is about to: its state is neither that before nor after"""
+        self.swapped: Callable[[], bool] | None = None
+        """in there: whether the model holds other weights for a while"""
+        self.follows_updates = False
+        """whether it does anything with them"""
 
     def check_era(self) -> None:
         """Raise what was remembered while a round was being settled."""
@@ -65,14 +71,27 @@ class Lookout:
         """The script's code for the last update has run: newcomers may copy the state, and so may a checkpoint."""
         member = self._member
         eras = member.eras
-        if eras is not None:
-            eras.keep_for_latecomers(member.group.exchange if member.fresh and not member.follows else None)
+        if eras is not None and not self.in_hook:
+            eras.keep_for_latecomers(member.group.exchange if self._somebody_lacks_state() else None)
         if eras is not None and eras.wanted:
             if member.follows:
                 eras.refuse(member.group)
             else:
-                eras.serve(member.training, member.group, self._checkpoints.users_state)
-        self._checkpoints.save()
+                swapped = self.swapped is not None and self.swapped()
+                eras.serve(member.training, member.group, self._checkpoints.users_state, swapped=swapped)
+        if not self.in_hook:
+            self._checkpoints.save()
+
+    def _somebody_lacks_state(self) -> bool:
+        """Whether a member that computes, or will, may ask for the user's state when this worker is one further."""
+        member = self._member
+        if member.follows:
+            return False
+        if member.fresh or not self.follows_updates or not member.group.open:
+            return bool(member.fresh)
+        # Spares run what follows an update, but not the code in the loop.
+        phase = member.group.phase
+        return not all(phase.took_part[index] for index in member.holders)
 
     def progress(self, *, waiting: bool = False) -> None:
         """Note how far this worker is."""

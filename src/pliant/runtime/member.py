@@ -47,6 +47,8 @@ class Member:
         """the last exchange that opened or ended a phase"""
         self.fresh: frozenset[WorkerId] = frozenset()
         """who has begun to compute and added nothing yet: it may still ask for the user's state"""
+        self.clip_norm: float | None = None
+        """the bound on the gradient's norm that the script has set; 0: none; None: it has set nothing"""
 
     @property
     def index(self) -> int:
@@ -115,6 +117,7 @@ class Member:
             weights_round=training.weighed[0],
             weights=training.weighed[1],
             arithmetic=training.fingerprint.arithmetic,
+            clip_norm=-1.0 if self.clip_norm is None else self.clip_norm,
             trained=training.contributed,
         )
 

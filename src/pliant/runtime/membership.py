@@ -133,10 +133,15 @@ class Membership:
                 # Nobody knows of this end, and the others begin anew: a second one may come.
                 raise RunEnded(self.link.mailbox.evicted)
 
-    def fail(self, error: BaseException) -> None:
-        """Leave because of an error. In a job, ends the process where the error is Pliant's own."""
+    def fail(self, error: BaseException, everywhere: str | None = None) -> None:
+        """Leave because of an error. In a job, ends the process where the error is Pliant's own.
+
+        ``everywhere``: all others would meet it in their turn, and the run ends with this reason.
+        """
         self.worker.close()
-        if self.link is not None:
+        if self.link is not None and everywhere is not None:
+            self.link.fail(everywhere, shown=True, fatal=True)
+        elif self.link is not None:
             _depart(self.link, error)
 
     @contextmanager

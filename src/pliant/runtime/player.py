@@ -9,8 +9,9 @@ Source    docs/design/0012-replay.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from pliant.core.score import (
     Stretch,
     Update,
 )
-from pliant.core.tickets import Kind
+from pliant.core.tickets import Kind, Sums
 from pliant.errors import Diverged, UsageError
 from pliant.runtime import views
 from pliant.runtime.comparison import NAMES, Comparison, refuse_other_call, refuse_other_settings
@@ -47,6 +48,8 @@ from pliant.runtime.takeover import install_state
 from pliant.runtime.takes import Takes
 from pliant.runtime.update import Training
 from pliant.runtime.views import Views
+from pliant.worker.hooks import ReplayedHooks, told
+from pliant.worker.hooks import Update as Told
 
 
 class Over(SystemExit):
@@ -64,8 +67,11 @@ class _Call:
     phase: int
     result: float | None = None
     over: bool = False
+    results: dict[str, float | None] | None = None
     total: float = 0.0
     count: float = 0.0
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    outputs: list[tuple[MicroBatch, bytes]] = field(default_factory=list)
 
 
 class Player:
@@ -94,9 +100,16 @@ class Player:
         self._exchanging: Exchange | None = None
         """the part of an ``evaluate`` that is being computed"""
         self._calls: list[_Call] = []
+        self._last: _Call | None = None
+        """the one that the script has just left"""
+        self._micro_batch: MicroBatch | None = None
+        """that was drawn last"""
         self._agreed: PolicyRecord | None = None
-        self._limit: int | None = None
+        self._limit: tuple[int | None, int | None] = None, None
         self._closed = False
+        self._due: Told | None = None
+        """an update that ended its loop: what follows it comes when the loop is drained"""
+        self.hooks = ReplayedHooks(self.training)
         findings.exact = all(p.dtype is torch.float64 for p in self.training.parameters)
         findings.tolerance = EXACT if findings.exact else LOOSE
         refuse_other_settings(offer, next((item.record for item in score.items if isinstance(item, Agreed)), None))
@@ -120,8 +133,18 @@ class Player:
     def inside(self) -> Kind | None:
         return self._calls[-1].kind if self._calls else None
 
-    def limit_samples(self, samples: int | None) -> None:
-        self._limit = samples
+    def limit(self, samples: int | None, updates: int | None) -> None:
+        self._limit = samples, updates
+
+    @property
+    def clip_norm(self) -> float | None:
+        return self.training.clip_norm
+
+    def set_clip_norm(self, bound: float | None) -> None:
+        """What was in force, and when, is in the journal."""
+
+    def leave_if_late(self) -> None:
+        """Nobody is late here."""
 
     def leave(self, reason: str) -> None:
         """Who left, and when, is in the journal."""
@@ -134,6 +157,7 @@ class Player:
 
     def open(self, call: Opening) -> int | Past:
         """Enter the phase that the run opened next."""
+        self.hooks.refuse("evaluate" if call.kind is Kind.EVALUATE else "batches")
         self._leave_body()
         for item in self._rest():
             match item:
@@ -198,12 +222,19 @@ class Player:
     def may_repeat(self) -> bool:
         return True
 
-    def contributed(self, weight: float, loss_sum: Tensor | float) -> None:
+    def contributed(
+        self, weight: float, loss_sum: Tensor | float, sums: Sums = (), output: bytes | None = None
+    ) -> None:
         """A drawn micro-batch is computed; its gradients lie in the buffer."""
-        part = self._reading.part
+        part, call = self._reading.part, self._calls[-1]
         assert part is not None
         self._takes.add(part, weight, loss_sum)
         self._reading.computed = True
+        for name, total, count in sums:
+            before = call.sums.get(name, (0.0, 0.0))
+            call.sums[name] = before[0] + total, before[1] + count
+        if output is not None and self._micro_batch is not None:
+            call.outputs.append((self._micro_batch, output))
 
     def step(self) -> bool:
         """Make the update that comes now, if the run's loop bodies saw it."""
@@ -236,9 +267,18 @@ class Player:
                 break
         self.left()
 
-    def left(self) -> float | None:
-        """The script is out of its innermost call; the call's recorded result."""
-        return self._calls.pop().result
+    def left(self) -> Past | None:
+        """The script is out of its innermost call: how that ended."""
+        self._last = call = self._calls.pop()
+        return Past(call.kind, 0, call.result, results=call.results)
+
+    def note_progress(self) -> None:
+        """Nobody waits."""
+
+    def gathered(self, phase: int, *, everywhere: bool) -> list[tuple[MicroBatch, bytes]] | None:
+        """What the ``evaluate`` that has just ended has gathered: a replay has no leader."""
+        call, self._last = self._last, None
+        return call.outputs if everywhere and call is not None and call.phase == phase else None
 
     def end(self) -> None:
         """The script has come to its end."""
@@ -320,7 +360,8 @@ class Player:
                 self.group = item.group
             if isinstance(item, Ended) and item.record.phase == opened.record.phase:
                 call = self._calls.pop()
-                return Past(call.kind, opened.record.epoch, item.record.result)
+                results = item.record.results or None
+                return Past(call.kind, opened.record.epoch, item.record.result, results=results)
         self._begin_at(start)
         return opened.record.phase
 
@@ -356,15 +397,20 @@ class Player:
         self.group = group
         if call is None:
             return
-        call.over, call.result = True, record.result
+        call.over, call.result, call.results = True, record.result, record.results or None
         if call.kind is Kind.TRAIN:
             self._takes.forget()
             self._views.drain(group)
             self.me = group.roster[0]
+            self._follow_update()
             return
         self.findings.evaluations += 1
         if record.result is not None and call.count:
             self._comparison.result(call.total / call.count, record.result, group.round)
+        for name, mean in record.results.items():
+            total, count = call.sums.get(name, (0.0, 0.0))
+            if mean is not None:
+                self._comparison.result(total / count if count else math.nan, mean, group.round, name)
         if record.result is not None and not group.open and not group.past[-1].inner:
             self.training.evaluated(record.result)
 
@@ -387,7 +433,8 @@ class Player:
                 self._takes.begin_evaluating(stretch.part)
             else:
                 self._takes.begin(stretch, self.group)
-        return self._reading.drawn()
+        self._micro_batch = self._reading.drawn()
+        return self._micro_batch
 
     def _leave_body(self) -> None:
         """The script's loop body has run."""
@@ -396,6 +443,7 @@ class Player:
 
     def _update(self, item: Update) -> None:
         """What all members did when a round was settled."""
+        rates = self.training.rates(item.outcome.factor)
         self.applied_rate = self._takes.apply(item, self.group)
         self.group, self.last_trained = item.group, item.outcome
         self.findings.rounds += 1
@@ -404,6 +452,16 @@ class Player:
         self._views.show(views.holders(item.group)[0])
         if self._until is not None and item.record.round >= self._until:
             self._stop()
+        if item.outcome.applied:
+            self._due = told(item.outcome, item.group, self.training.grad_norm, rates)
+            if not item.outcome.ended:
+                self._follow_update()
+
+    def _follow_update(self) -> None:
+        """Let the script do what it did with this update."""
+        update, self._due = self._due, None
+        if update is not None:
+            self.hooks.call(update)
 
 
 def enrolled(

@@ -39,6 +39,8 @@ class Script:
         """calls inside the present top-level one that it has left"""
         self._ended_inside: int | None = None
         """calls it had made inside the present one when that one's phase ended in its body, with a ``step``"""
+        self._calls_in_body = False
+        """it has made a call since its loop's last draw: further ones come after that, whatever the group has done"""
 
     @property
     def depth(self) -> int:
@@ -60,10 +62,15 @@ class Script:
 
     def enters(self, call: Opening, group: Group) -> None:
         """The script makes a call."""
-        if self.stack and group.open:
+        if self.stack and group.open and not self._calls_in_body and self._ended_inside is None:
             # Those before it may have been opened and ended without this worker.
             self._nested = len(group.open[0].nested)
+        self._calls_in_body = bool(self.stack)
         self.stack.append(call)
+
+    def draws(self) -> None:
+        """A body of its loop begins."""
+        self._calls_in_body = False
 
     def leaves(self) -> None:
         """It is out of its innermost call."""
@@ -79,7 +86,7 @@ class Script:
 
     def ended_in_body(self) -> None:
         """The phase of its loop has ended, and the script is still in the body."""
-        if self.depth == 1:
+        if self.depth == 1 and self._ended_inside is None:
             self._ended_inside = self._nested
 
     def begins_anew(self) -> None:
@@ -119,6 +126,11 @@ class Script:
         """Whether the script runs code between two calls that the group has run already."""
         opened = bool(group.open) and not group.open[0].inner
         return not self.stack and self.calls < len(_top_level(group)) + opened
+
+    def is_passed(self, group: Group) -> bool:
+        """Whether the group is in a later call than the top-level one that the script is in: it will come to that."""
+        opened = bool(group.open) and not group.open[0].inner
+        return len(_top_level(group)) + opened > self.calls + 1
 
     def is_at(self, group: Group) -> bool:
         """Whether the script is where the group is."""

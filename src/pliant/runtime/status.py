@@ -156,8 +156,8 @@ class Tally:
                 self._round(record, now_s)
             case ExchangeRecord(tickets=tickets):
                 self._spend(tickets)
-            case PhaseEndRecord(result=result):
-                self._close(result)
+            case PhaseEndRecord(result=result, results=results):
+                self._close(result, results or None)
                 if result is not None:
                     status.result = result
                     status.results += 1
@@ -190,12 +190,12 @@ class Tally:
             self.status.workers = sorted(self._rows.values(), key=lambda row: name_order(row.slot))
         return self._rows[slot]
 
-    def _close(self, result: float | None) -> None:
+    def _close(self, result: float | None, results: dict[str, float | None] | None) -> None:
         """The innermost open call is over; only top-level ones are calls that a newcomer makes."""
         if self._open_phases:
             phase = self._open_phases.pop()
             if not self._open_phases and not phase.inner:
-                self.past.append(Past(phase.task, phase.epoch, result))
+                self.past.append(Past(phase.task, phase.epoch, result, results))
 
     def _open(self, record: PhaseRecord, now_s: float) -> None:
         if not self._open_phases and not record.inner:

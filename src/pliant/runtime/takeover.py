@@ -24,6 +24,7 @@ from pliant.tensors.gradients import Buffer
 
 META, STATE = "meta", "state"
 _AT_END = "state at the end of call "
+_BEFORE_HOOKS = "state before the hooks of exchange "
 # What a donor copies, and a follower keeps sums of, at a time. One tensor may be larger.
 _REQUEST_BYTES = 128 << 20
 
@@ -31,6 +32,16 @@ _REQUEST_BYTES = 128 << 20
 def at_end_of(call: str) -> str:
     """The name of the user's state as it was at the end of a call."""
     return f"{_AT_END}{call}"
+
+
+def before_hooks_of(exchange: int) -> str:
+    """The name of the user's state as it was when an update was applied, before anything was done with it."""
+    return f"{_BEFORE_HOOKS}{exchange}"
+
+
+def is_before_hooks(want: Sequence[str]) -> bool:
+    """Whether it is that which is wanted."""
+    return any(name.startswith(_BEFORE_HOOKS) for name in want)
 
 
 def is_of_end(want: Sequence[str]) -> bool:
@@ -126,6 +137,8 @@ class Takeover:
         self._expected: tuple[str, int] | None = None
         """(donor, era): everything was asked for, as of that era's start"""
         self._missing: list[str] = []
+        self.is_of_newcomer = tensors
+        """whether exchanges were missed; else only the script's own code for some updates was"""
         if tensors:
             self._missing = everything(training)
             training.held = 0
@@ -170,6 +183,7 @@ class Takeover:
         if not keep:
             self._missing = everything(self._training)
             self._training.held = 0
+            self.is_of_newcomer = True
 
     def may_ask(self, donors: Sequence[str]) -> None:
         """These compute by now; one that lacks the state itself says so, and the next one is asked."""
@@ -244,12 +258,11 @@ class Takeover:
         self._states_under_way.append(as_of)
         recipient.request(self._era, as_of, [name])
 
-    def users_state(self, exchange: int, left: str | None = None) -> Mapping[str, Any] | None:
+    def users_state(self, exchange: int, name: str = STATE) -> Mapping[str, Any] | None:
         """The user's state once it is here; asks again where the donor failed or the answer is out of date.
 
-        ``left``: as it was at the end of that call, before the script's code that comes after it.
+        ``name``: of another moment than now (``at_end_of``, ``before_hooks_of``).
         """
-        name = STATE if left is None else at_end_of(left)
         if self._state_asked not in (None, name):
             # What it was asked for is due only later, and it answers in turn.
             self._drop_recipient()
@@ -265,7 +278,7 @@ class Takeover:
             return None
         as_of = self._states_under_way.popleft()
         # Asked for less, the donor may have given more: the state after an update whose code is still to run here.
-        if left is not None or as_of >= exchange:
+        if name != STATE or as_of >= exchange:
             return answer[1][name]
         if not self._states_under_way or self._states_under_way[-1] < exchange:
             # This worker was ready, and went along until it was dealt something.
@@ -415,6 +428,7 @@ def install_meta(training: Training, carried: Mapping[str, Any], meta: Mapping[s
         if carried.get(name) is not None:
             carried[name].load_state_dict(value)
     training.trained.take_over(meta["trained"], later=True)
+    training.schedule_guard.forget()
     for index in meta["buffers"]:
         training.buffers.grow(1 << index)
     training.buffers.adopt(meta["buffers"], merged=merged)

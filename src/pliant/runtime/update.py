@@ -29,6 +29,7 @@ from pliant.tensors.fingerprint import Fingerprint
 from pliant.tensors.gradients import Buffer, Gradients
 from pliant.tensors.lookahead import LookAhead
 from pliant.worker.loss_scale import LossScale
+from pliant.worker.schedule_guard import ScheduleGuard
 from pliant.worker.trained_set import TrainedSet
 
 _STEP = (
@@ -49,6 +50,13 @@ def momentum_of(optimizer: Optimizer) -> float:
 
 class Training:
     """The user's model and optimizer, and everything an update touches."""
+
+    grad_norm = math.nan
+    """of the last update's mean gradient, before clipping; NaN where it was not taken"""
+    takes_norm = False
+    """whether that norm is taken with every update, needed for clipping or not"""
+    _shown = 0
+    """how many ``plain`` are under way"""
 
     def __init__(
         self,
@@ -89,6 +97,7 @@ class Training:
         self._clip_norm = clip_norm
         self._moments = moments
         self._scheduler, self._schedule_by = scheduler, schedule_by
+        self.schedule_guard = ScheduleGuard(scheduler, optimizer)
         self.loss_scale = LossScale(scaler, optimizer) if scaler is not None and scaler.is_enabled() else None
         self._stepping = False
         self._hook = optimizer.register_step_pre_hook(self._own_step_only)
@@ -96,6 +105,11 @@ class Training:
     def _own_step_only(self, *_: Any) -> None:
         if not self._stepping:
             raise UsageError(_STEP)
+
+    @property
+    def stepping(self) -> bool:
+        """Whether an update is being made."""
+        return self._stepping
 
     def close(self) -> None:
         """Give the optimizer back to the script: plain weights, no hook, no views."""
@@ -130,6 +144,7 @@ class Training:
         """
         now = self.look()
         self.check()
+        self.schedule_guard.check()
         if self.loss_scale is not None:
             self.loss_scale.refuse_scaled(loss)
         self.gradients.admit(now)
@@ -249,9 +264,12 @@ class Training:
         """
         kept = False
         self.trained.settle()
+        self.follow_clip_norm(outcome.clip_norm)
         if outcome.applied:
             present = self._without_untouched(outcome.touched, summed, present)
-            square = self._average(summed, self.reference / outcome.weight, measures=measures)
+            takes = measures or self.takes_norm
+            square = self._average(summed, self.reference / outcome.weight, measures=takes)
+            self.grad_norm = math.nan if square is None else math.sqrt(square)
             if square is not None and measures:
                 self.measured = outcome.round, square
             if averaged is not None and summed is not None:
@@ -281,8 +299,26 @@ class Training:
                     self.parameters[index].grad = None
         return used
 
-    def weigh(self, number: int, turn: int) -> None:
-        """Take the digest of a part of the weights after round ``number``. The model holds the plain weights."""
+    def follow_clip_norm(self, bound: float | None) -> None:
+        """Take the bound on the gradient's norm that is in force; None: it is that of the beginning."""
+        if bound is not None and bound != (self._clip_norm or 0.0):
+            self._clip_norm = bound or None
+            self.fingerprint.note_reduction()
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The bound on the gradient's norm in force."""
+        return self._clip_norm
+
+    def rates(self, factor: float) -> tuple[float, ...]:
+        """What an update of now is made with, for each parameter group."""
+        return tuple(float(values["lr"]) for values in self._hyper(factor))
+
+    def weigh(self, number: int, turn: int | None) -> None:
+        """Take the digest of a part of the weights after round ``number``; ``turn`` None: of all of them.
+
+        The model holds the plain weights.
+        """
         if self.held is None:
             self.weighed = number, self.fingerprint.of(turn)
 
@@ -349,7 +385,7 @@ class Training:
             summed.scale(mean * (1.0 if square is None else self._clipped(math.sqrt(square))))
             return square
         own = self._own_gradients()
-        if self._clip_norm is not None:
+        if own and (measures or self._clip_norm is not None):
             square = sum(float(norm) ** 2 for norm in torch._foreach_norm(own)) * mean * mean
         scale = mean * (1.0 if square is None else self._clipped(math.sqrt(square)))
         if scale != 1.0 and own:
@@ -392,9 +428,10 @@ class Training:
 
     def evaluated(self, result: float) -> None:
         """A top-level ``evaluate`` is over; a schedule that follows results is stepped with it."""
-        if isinstance(self._scheduler, ReduceLROnPlateau):
+        scheduler = self._scheduler
+        if isinstance(scheduler, ReduceLROnPlateau):
             self.trained.settle()
-            self._scheduler.step(result)
+            self.schedule_guard.own(lambda: scheduler.step(result))
 
     def end_epoch(self, epoch: int) -> None:
         """Epoch ``epoch`` is over; a newcomer's past epochs were counted by the others."""
@@ -411,19 +448,24 @@ class Training:
         with warnings.catch_warnings():
             # A round the group skips advances the schedule without an optimizer step: intended here.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            self._scheduler.step()
+            self.schedule_guard.own(self._scheduler.step)
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """Show the plain weights and the group's merged buffers for a while."""
-        away = self.lookahead is not None and self.lookahead.away
+        """Show the plain weights and the group's merged buffers for a while; inside another one they are shown."""
+        self._shown += 1
+        shows = self._shown == 1
+        away = shows and self.lookahead is not None and self.lookahead.away
         if away:
             self.lookahead.exchange()  # type: ignore[union-attr]
-        self.buffers.exchange()
+        if shows:
+            self.buffers.exchange()
         try:
             yield
         finally:
-            self.buffers.exchange()
+            self._shown -= 1
+            if shows:
+                self.buffers.exchange()
             if away:
                 self.lookahead.exchange()  # type: ignore[union-attr]
 

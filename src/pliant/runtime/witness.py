@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from pliant.core import agreement, journal, ledger
+from pliant.core import agreement, journal, ledger, measures
 from pliant.core.group import Group
 from pliant.core.regrouping import Entry
 from pliant.core.rounds import Settled
@@ -185,7 +185,8 @@ class Reporter:
         lines = [_line(ticket, spans) for ticket, spans in zip(handed_in, outcome.spans, strict=True)]
         entered = [(m, t.size, t.ahead) for m, t in enumerate(handed_in) if t.flags & Flag.READY]
         if outcome.kind is Kind.EVALUATE:
-            self._write(journal.ExchangeRecord(group.era, outcome.phase, outcome.batch, lines, entered))
+            sums = measures.journaled(handed_in)
+            self._write(journal.ExchangeRecord(group.era, outcome.phase, outcome.batch, lines, entered, sums))
         else:
             self._write(
                 journal.RoundRecord(
@@ -208,12 +209,13 @@ class Reporter:
                     noise_scale=_noise_scale(group) if outcome.measured else None,
                     scheduled_total=group.scheduled if group.scheduled != group.samples else None,
                     drift=_drift(outcome),
+                    clip_norm=outcome.clip_norm,
                     trained=_sets(self._trained, handed_in),
                 )
             )
             self._trained = group.trained
         if outcome.ended:
-            self._write(journal.PhaseEndRecord(outcome.phase, list(outcome.cut), outcome.result))
+            self._write(journal.PhaseEndRecord(outcome.phase, list(outcome.cut), outcome.result, outcome.results or {}))
 
     def _write(self, record: journal.Record) -> None:
         self._held.append(journal.encode(record))
@@ -239,6 +241,7 @@ def _policy(group: Group, settings: dict[str, str], parameters: str) -> journal.
         trial=policy.trial,
         settings=settings,
         parameters=parameters,
+        updates_limit=group.updates_limit,
     )
 
 

@@ -18,6 +18,7 @@ from pliant.core.regrouping import Entry
 from pliant.core.tickets import Ticket
 from pliant.runtime.contribution import Contribution
 from pliant.tensors.gradients import Buffer
+from pliant.worker.outputs import Outputs
 
 
 class Flight:
@@ -74,7 +75,9 @@ class Work:
         self._outside: list[tuple[Contribution, Flight | None, float]] = []
         """what lies outside each open phase, and since when, outermost first"""
         self.drawn_since_update = False
-        """since the last update that ``step`` has told of"""
+        """in the loop over batches, since the last update that ``step`` has told of"""
+        self.outputs = Outputs()
+        """what the present ``evaluate`` has gathered"""
         self.sum_s = 0.0
         """what the last summation took"""
         self.cost_s = 0.0
@@ -135,5 +138,6 @@ class Work:
     def forget(self, depth: int) -> None:
         """Nothing that was computed is of use; so many phases are open."""
         now = self._clock()
+        self.outputs.forget()
         self.flight, self.contribution = None, Contribution(now)
         self._outside = [(Contribution(now), None, now) for _ in range(depth)]

@@ -35,7 +35,7 @@ from torch import Tensor
 from pliant.core.group import Group, Past, Standing
 from pliant.core.ledger import MicroBatch, samples_of
 from pliant.core.rounds import Settled
-from pliant.core.tickets import Flag, Kind
+from pliant.core.tickets import Flag, Kind, Sums
 from pliant.errors import Left, RunEnded, UsageError
 from pliant.runtime.bounds import Bounds
 from pliant.runtime.channels import Answer, Channels
@@ -53,6 +53,7 @@ from pliant.runtime.script import Opening
 from pliant.runtime.update import Training
 from pliant.runtime.witness import Witness
 from pliant.types import WorkerId
+from pliant.worker.hooks import Hooks
 
 # How long the first sum after a loss is waited for, with an overlap too: mostly it is in by then, and the update comes
 # a whole contribution earlier.
@@ -92,11 +93,12 @@ class Worker:
         if eras is not None:
             self._crossing = Crossing(member, eras, self._channels, self._lookout, self._checkpoints)
         self._handing = HandingIn(member, self._channels, self._lookout, clock)
+        self.hooks = Hooks(member, self._lookout, self._checkpoints)
         self._exchanges = Exchanges(
-            member, self._channels, self._lookout, self._bounds, self._handing, self._crossing, clock
+            member, self._channels, self._lookout, self._bounds, self._handing, self._crossing, self.hooks, clock
         )
         self._following = Following(
-            member, self._channels, self._lookout, self._handing, self._exchanges, self._checkpoints, sleep
+            member, self._channels, self._lookout, self._handing, self._exchanges, self._checkpoints, self.hooks, sleep
         )
 
     # -- facts
@@ -149,9 +151,19 @@ class Worker:
             known.append(self._eras.last_past_epoch())
         return max(known, default=-1) > epoch
 
-    def limit_samples(self, samples: int | None) -> None:
-        """End training phases where this many samples in all are reached; the same call on every worker."""
-        self._member.group = replace(self.group, samples_limit=samples)
+    def limit(self, samples: int | None, updates: int | None) -> None:
+        """End training phases where this many samples or updates in all are reached; the same call on every worker."""
+        self._member.group = replace(self.group, samples_limit=samples, updates_limit=updates)
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The bound on the gradient's norm: what the script has set last, or what is in force."""
+        wanted = self._member.clip_norm
+        return self.training.clip_norm if wanted is None else wanted or None
+
+    def set_clip_norm(self, bound: float | None) -> None:
+        """Ask for another one: in force as soon as all scripts that ask for one ask for the same."""
+        self._member.clip_norm = bound or 0.0
 
     def upcoming(self) -> tuple[MicroBatch, ...]:
         """What this worker will draw after the last drawn micro-batch, as far as it is dealt."""
@@ -161,6 +173,7 @@ class Worker:
 
     def open(self, call: Opening) -> int | Past:
         """Enter the next phase together with all others: its number; or how it ended, if the group is past it."""
+        self.hooks.refuse("evaluate" if call.kind is Kind.EVALUATE else "batches")
         script, work = self._member.script, self._member.work
         if script.stack and work.flight is not None and work.drawn_since_update:
             raise UsageError(
@@ -187,13 +200,13 @@ class Worker:
             past = script.past(self.group)
             if past is not None:
                 self._following.make_sure(ended=True)
+                self._stay_without_state()
                 return past
             phase = script.phase(self.group)
             if phase is not None:
                 self._following.make_sure()
                 return phase
-            self._lookout.look()
-            self._lookout.rest()
+            self._look_around()
             if len(self.group.open) >= script.depth:
                 # The group is in a call that this script does not make.
                 self._following.follow()
@@ -210,8 +223,7 @@ class Worker:
     def _drawn_next(self, phase: int) -> MicroBatch | None:
         work = self._member.work
         while self._still_in(phase):
-            self._lookout.look()
-            self._lookout.rest()
+            self._look_around()
             if not self._speaks(phase):
                 self._following.follow()
                 continue
@@ -228,6 +240,14 @@ class Worker:
             self._exchanges.settle()
         return None
 
+    def _look_around(self) -> None:
+        """Between two exchanges."""
+        self._lookout.look()
+        # Left over where an era has ended in between.
+        self._exchanges.follow_update()
+        self._lookout.rest()
+        self.hooks.look()
+
     def _drawn(self, micro_batch: MicroBatch) -> None:
         """The script's loop body is next; with a contribution in flight it computes at the look-ahead point."""
         work = self._member.work
@@ -235,6 +255,7 @@ class Worker:
         self.training.trained.settle()
         if self.group.phase.kind is Kind.TRAIN:
             work.drawn_since_update = True
+            self._member.script.draws()
             start = self._clock()
             self.training.look_ahead(self.group.rate.factor)
             work.cost_s += self._clock() - start
@@ -262,10 +283,40 @@ class Worker:
     def _come_to_the_end(self) -> None:
         """The phase is over, the script's code inside it has run, and that after it is next."""
         self._exchanges.finish_draining()
+        self._exchanges.follow_update()
         self._following.make_sure(ended=True)
+        self._stay_without_state()
         if self._exchanges.came_along and self._eras is not None:
             self._eras.keep_users_state(self._member.script.position)
             self._lookout.rest()
+
+    def _stay_without_state(self) -> None:
+        """Who does not hold the state does not run the code after the last call: it would do so on wrong weights.
+
+        Until the group is in a later call, the one that has ended may be the last one.
+        """
+        member = self._member
+        # In the body of a loop a call that is over is followed by the rest of that body.
+        while member.script.depth == 1 and member.follows and not self.group.over:
+            if member.script.is_passed(self.group):
+                return
+            self._lookout.look()
+            self._following.follow()
+        if self.group.over and member.follows:
+            self._depart()
+
+    def _depart(self) -> None:
+        """The run is over, and this worker does not hold its outcome."""
+        self._member.witness.confirmed()
+        if self._eras is not None:
+            self._eras.place.link.send_lines_again()
+            self._eras.place.link.finish(left=True)
+        raise Left
+
+    def leave_if_late(self) -> None:
+        """The script is at the end of its epochs: if all of them were over before it came, it has nothing to go on."""
+        if self._eras is not None and not self._eras.enlisted and self._member.follows:
+            self._depart()
 
     def _settled_soon(self) -> bool:
         """After a loss the run has stood still: make the first update before the next micro-batch, if that is quick."""
@@ -322,10 +373,17 @@ class Worker:
             return False
         return self._speaks(self.group.phase.number) and self._bounds.last()
 
-    def contributed(self, weight: float, loss_sum: Tensor | float) -> None:
-        """A drawn micro-batch is computed; its gradients lie in the buffer."""
+    def contributed(
+        self, weight: float, loss_sum: Tensor | float, sums: Sums = (), output: bytes | None = None
+    ) -> None:
+        """A drawn micro-batch is computed; its gradients lie in the buffer.
+
+        ``sums``, ``output``: what an ``evaluate`` has measured beside, and what it gathers.
+        """
         mine = self._member.work.contribution
         mine.add(weight, loss_sum)
+        if sums or output is not None:
+            mine.append(sums, output)
         if self._slowdown > 0:
             self._sleep(self._slowdown * (time.thread_time() - mine.cpu_start_s))
 
@@ -336,8 +394,7 @@ class Worker:
         return self._through(self._stepped, or_else=False)
 
     def _stepped(self) -> bool:
-        self._lookout.look()
-        self._lookout.rest()
+        self._look_around()
         work = self._member.work
         if not self.group.open or not self._speaks(self.group.phase.number):
             return False
@@ -352,10 +409,13 @@ class Worker:
         if self._bounds.next() is not None and not work.flight.summation.over:
             return False
         outcome = self._exchanges.settle(in_body=True)
-        work.drawn_since_update = not outcome.seen
+        if outcome.kind is Kind.TRAIN:
+            # An exchange of an ``evaluate`` in the loop's body says nothing about the loop.
+            work.drawn_since_update = not outcome.seen
         if outcome.ended:
             self._member.script.ended_in_body()
-        return outcome.seen
+        # An ``evaluate`` in what follows an update may have lasted longer than this worker's place in the group.
+        return outcome.seen and not self._member.follows
 
     def _hand_in(self, flags: Flag = Flag.NONE) -> None:
         """Nothing is in flight: return to the plain weights and begin the summation."""
@@ -373,6 +433,7 @@ class Worker:
     def _abandoned(self, phase: int) -> None:
         member = self._member
         self._enter_again(phase)
+        self._exchanges.follow_update()
         while member.is_in(phase) and not self._speaks(phase):
             self._lookout.look()
             self._following.follow()
@@ -388,11 +449,27 @@ class Worker:
             self._exchanges.settle()
         self._come_to_the_end()
 
-    def left(self) -> float | None:
-        """The script is out of its innermost call; the call's result."""
+    def left(self) -> Past | None:
+        """The script is out of its innermost call: how that ended."""
         past = self._member.script.past(self.group)
         self._member.script.leaves()
-        return past.result if past is not None else None
+        return past
+
+    def note_progress(self) -> None:
+        """This worker computes, though no exchange shows it."""
+        self._lookout.progress()
+
+    def gathered(self, phase: int, *, everywhere: bool) -> list[tuple[MicroBatch, bytes]] | None:
+        """What an ``evaluate`` that has just ended has gathered, as far as this worker has it.
+
+        None on those who are not to have it: all but the first who holds the state, unless it is wanted
+        ``everywhere``; and whoever does not hold the state, which cannot compute what it lacks.
+        """
+        member = self._member
+        found = member.work.outputs.taken(phase)
+        if member.follows or not (everywhere or member.index == member.holders[0]):
+            return None
+        return found
 
     def end(self) -> None:
         """Leave the run together with all others. Raises ``Left`` where this worker does not hold the final state."""
@@ -408,8 +485,7 @@ class Worker:
         if self._eras is not None and not self._eras.enlisted:
             return
         while not self.group.over:
-            self._lookout.look()
-            self._lookout.rest()
+            self._look_around()
             # Now: once the others have reached their end, nobody can be asked any more.
             self._following.take_users_state()
             if self.group.open:

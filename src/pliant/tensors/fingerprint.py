@@ -9,6 +9,7 @@ Source    ours; docs/design/0013-drift.md.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Sequence
 
@@ -28,7 +29,7 @@ class Fingerprint:
 
     def __init__(self, tensors: Sequence[Tensor], *, parts: int, reduces: bool) -> None:
         """``parts``: into how many parts they are divided at most; ``reduces``: see ``_arithmetic``."""
-        tensors = list(tensors)
+        self._tensors = tensors = list(tensors)
         total = sum(tensor.nbytes for tensor in tensors)
         self.parts = max(1, min(parts, total // _LEAST_BYTES))
         self._pieces = [
@@ -38,12 +39,21 @@ class Fingerprint:
         self.arithmetic = _arithmetic(tensors, reduces=reduces)
         """a checksum of what this worker computes with"""
 
+    def note_reduction(self) -> None:
+        """From now on a norm decides about the weights, too: see ``_arithmetic``."""
+        self.arithmetic = _arithmetic(self._tensors, reduces=True)
+
+    def whole(self) -> tuple[int, ...]:
+        """The digests of all parts."""
+        return tuple(self.of(turn) for turn in range(self.parts))
+
     @torch.no_grad()
-    def of(self, turn: int) -> int:
-        """The digest of one part, as the tensors are now; the parts follow each other with every turn."""
+    def of(self, turn: int | None) -> int:
+        """The digest of one part, as the tensors are now; the parts follow each other with every turn; None: of all."""
         digest = 0
         away: list[Tensor] = []
-        for piece in self._pieces[turn % self.parts]:
+        parts = self._pieces if turn is None else [self._pieces[turn % self.parts]]
+        for piece in itertools.chain.from_iterable(parts):
             numbers = piece.numbers()
             if not isinstance(numbers, Tensor):
                 digest = zlib.crc32(numbers, digest)

@@ -262,7 +262,9 @@ class Gradients:
             return
         # What a new parameter group brings along is nobody's contribution.
         if any(version not in (-1, self._left_over.get(index, version)) for index, version in now.items()):
-            raise UsageError(_OWN_BACKWARD)
+            gradients = [self.parameters[index].grad for index in now]
+            own = any(gradient is not None and bool(gradient.any()) for gradient in gradients)
+            raise UsageError(_OWN_BACKWARD if own else _ZERO_GRAD)
         # As late as a plain loop clears them: freed earlier, their memory is cut up by other tensors.
         for index in self.optimized:
             self.parameters[index].grad = None

@@ -55,6 +55,10 @@ class Checker:
         """that the journal names"""
         self.tainted = False
         """a worker whose weights had been changed may have been believed: they are not those of the journal"""
+        self.state_lost = False
+        """the user's state has gone with the last worker that had it"""
+        self._updates: dict[tuple[int, int], tuple[str, object]] = {}
+        """by era and round: who followed its update first, and with which weights and buffers"""
         self._flipped: set[str] = set()
         """whose weights were changed"""
         self._changed: set[str] = set()
@@ -186,6 +190,17 @@ class Checker:
             return
         self._ends.append((name, training.plain_values(), dict(state), group))
 
+    def updated(self, name: str, training: VirtualTraining, group: Group) -> None:
+        """A script follows the last update: it has the weights and buffers of all others there.
+
+        Not of those that are lost, or of another era: buffers may have been made equal anew.
+        """
+        number = group.round
+        shown = (training.plain_values(), training.buffers.held_values())
+        first, there = self._updates.setdefault((group.era, number), (name, shown))
+        if shown != there and not self._flipped and not self.tainted:
+            raise Violation(f"after round {number} {name} has {shown}, but {first} had {there}")
+
     def unheard(self, name: str) -> None:
         """Nobody will know of that end: the script does not go on."""
         self._ends = [end for end in self._ends if end[0] != name]
@@ -292,7 +307,7 @@ class _Applied:
 
     def __init__(self, record: journal.RoundRecord) -> None:
         self.applied, self.weight, self.factor = record.applied, record.weight, record.factor
-        self.round = record.round
+        self.round, self.clip_norm = record.round, record.clip_norm
 
 
 def _patience(group: Group) -> int:

@@ -18,6 +18,7 @@ from typing import Any, cast
 from pliant import bitmaps
 from pliant.bitmaps import bitmap, common
 from pliant.runtime.update import Training
+from pliant.worker.schedule_guard import ScheduleGuard
 from pliant.worker.trained_set import TrainedSet
 
 PRIME = (1 << 61) - 1
@@ -320,6 +321,10 @@ class VirtualBuffers:
     def nbytes(self, index: int) -> int:
         return 8
 
+    def held_values(self) -> tuple[int, ...]:
+        """What the model's buffers hold now."""
+        return tuple(self._own)
+
     def is_live(self, index: int) -> bool:
         return bool(self.live >> index & 1)
 
@@ -388,8 +393,15 @@ class VirtualFingerprint:
         self._parameters = parameters
         self.parts = len(parameters)
 
-    def of(self, turn: int) -> int:
-        return zlib.crc32(b"%d" % self._parameters[turn % self.parts].value)
+    def note_reduction(self) -> None:
+        """Whole numbers have no order of adding."""
+
+    def whole(self) -> tuple[int, ...]:
+        return tuple(self.of(turn) for turn in range(self.parts))
+
+    def of(self, turn: int | None) -> int:
+        read = self._parameters if turn is None else [self._parameters[turn % self.parts]]
+        return zlib.crc32(b" ".join(b"%d" % p.value for p in read))
 
 
 class _Model:
@@ -479,6 +491,7 @@ class VirtualTraining(Training):
         self.fingerprint: Any = VirtualFingerprint(numbers)
         self.scheduler = VirtualScheduler(self.optimizer)
         self._scheduler, self._schedule_by = self.scheduler, "batch"
+        self.schedule_guard = ScheduleGuard(self.scheduler, self.optimizer)
         self.loss_scale = None
         self._stepping = False
 

@@ -37,6 +37,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "latecomers": ("join",),
     "drift": ("drift",),
     "drifting": ("drift", "drift", "drift", "join", "kill", "leave", "drain", "pause", "crash"),
+    "evaluations": ("kill", "kill", "join", "leave", "drain", "pause", "cut"),
 }  # fmt: skip
 """scene → the faults that it is drawn from"""
 
@@ -82,10 +83,22 @@ def drawn(name: str, seed: int) -> Scene:
         stream_s=chance.choice((0.005, 0.05)),
         stream_breaks=0.2 if name == "handoffs" else 0.0,
     )
+    # Drawn apart, too.
+    following = random.Random(f"{name}/{seed}/updates")
+    if following.random() < 0.5:
+        steps = following.choice((None, None, None, following.randrange(2, 12)))
+        evaluates = following.choice((0, 1, 2, 3))
+        scene = replace(scene, follows_updates=True, evaluates=evaluates, steps=steps)
+        if following.random() < 0.3:
+            # Some have nothing to compute, and go along.
+            policy = replace(policy, batch=following.choice((2, 3)), floating=False, at_most=None)
+            scene = replace(scene, policy=policy, length=30, epochs=min(2, scene.epochs), samples=None)
     if name in ("drift", "drifting"):
         # Long enough for a difference to be seen, and for a second one.
         watched = chance.choice((1, 1, 2))
         scene = replace(scene, policy=replace(policy, watched=watched), epochs=3, length=90, samples=None)
+    if name == "evaluations":
+        scene = replace(scene, nested=chance.choice((1, 2, 3)), in_a_row=chance.choice((2, 3)), breaks=0.0)
     kinds = NAMES[name]
     if name == "lost":
         faults = tuple(Fault("kill", at_s=chance.uniform(0.2, 0.5), whom=index) for index in range(5))

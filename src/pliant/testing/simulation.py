@@ -42,6 +42,7 @@ from pliant.testing.network import Network
 from pliant.testing.numbers import VirtualTraining
 from pliant.testing.virtual import Process, World
 from pliant.types import WorkerId
+from pliant.worker.hooks import Update
 
 _VERSION = "sim"
 # Beyond dead_after, until the next round is applied: DESIGN, invariant 6.
@@ -62,10 +63,18 @@ class Scene(msgspec.Struct, frozen=True):
     evaluated: int = 20
     nested: int = 0
     """evaluate inside the loop whenever the user's counter is a multiple; 0: never"""
+    in_a_row: int = 1
+    """calls of evaluate at each of these points, and after each loop"""
     breaks: float = 0.0
     """how likely a micro-batch ends the loop"""
     samples: int | None = None
     """epochs(samples=…)"""
+    steps: int | None = None
+    """epochs(steps=…)"""
+    follows_updates: bool = False
+    """the script registers a function with ``on_update``"""
+    evaluates: int = 0
+    """... which evaluates whenever the number of updates is a multiple; 0: never"""
     buffers: int = 0
     dead_after_s: float = 1.0
     slowest_s: float = 0.002
@@ -269,6 +278,7 @@ class Script:
         self.worker: Worker | None = None
         self.link: VirtualLink | None = None
         self._signalled = False
+        self.epoch = 0
         self.impaired_until_s = 0.0
         """until then it does not hear, speak, or get on"""
 
@@ -327,7 +337,7 @@ class Script:
         self.training = VirtualTraining(
             reference=scene.policy.batch, buffers=scene.buffers, start=1_000_003 * (self.number + 1)
         )
-        self.state: dict[str, Any] = {"count": 0, "trained": 0, "epochs": 0}
+        self.state: dict[str, Any] = {"count": 0, "trained": 0, "epochs": 0, "updates": 0}
         witness = Observer(link, simulation.checker, self.training)
         carried = {
             "optimizer": None,
@@ -421,13 +431,18 @@ class Script:
     # -- the loop
 
     def _train(self, place: Membership) -> None:
-        worker, scene = self._worker, self.scene
+        worker, scene, world = self._worker, self.scene, self.process.world
         place.plan(scene.epochs, scene.samples)
-        worker.limit_samples(scene.samples)
+        worker.limit(scene.samples, scene.steps)
+        if scene.follows_updates:
+            worker.hooks.add_on_update(self._updated)
+        worker.hooks.add_on_roster(lambda before, now: world.note("roster", self.name, len(before), len(now)))
         for epoch in range(scene.epochs):
+            self.epoch = epoch
             self._batches(epoch)
             self.state["trained"] += 1
-            self._evaluate(epoch)
+            for _ in range(scene.in_a_row):
+                self._evaluate(epoch)
             self.state["epochs"] += 1
             worker.past(epoch)
             self.training.end_epoch(epoch)
@@ -455,8 +470,23 @@ class Script:
                 self.state["count"] += 1
                 world.note("seen", self.name, worker.group.exchange, self.state["count"])
                 if scene.nested and self.state["count"] % scene.nested == 0:
-                    self._evaluate(epoch)
+                    for _ in range(scene.in_a_row):
+                        self._evaluate(epoch)
         worker.left()
+
+    def _updated(self, update: Update) -> None:
+        """``on_update``: the user's state counts updates, wherever it comes from."""
+        self.process.world.note("updated", self.name, update.round, update.updates)
+        self.state["updates"] += 1
+        checker = self.simulation.checker
+        # Who never had the user's state may be the last one.
+        checker.state_lost = checker.state_lost or self.eras.lost_users_state
+        if self.state["updates"] != update.updates and not checker.state_lost:
+            raise Violation(f"{self.name} counts {self.state['updates']} updates after update {update.updates}")
+        checker.updated(self.name, self.training, self._worker.group)
+        every = self.scene.evaluates
+        if every and update.updates % every == 0:
+            self._evaluate(self.epoch)
 
     def _compute(self, micro_batch: MicroBatch) -> list[int]:
         self.process.compute(self.pace_s * self.slowness * samples_of(micro_batch))
@@ -475,17 +505,37 @@ class Script:
 
     def _evaluate(self, epoch: int) -> None:
         worker, scene = self._worker, self.scene
-        result: float | None = None
         with self.training.plain():
             phase = worker.open(Opening(Kind.EVALUATE, epoch, scene.evaluated, 1, self.size, 0))
             if isinstance(phase, Past):
-                result = phase.result
+                past: Past | None = phase
             else:
                 while (micro_batch := worker.draw(phase)) is not None:
                     positions = self._compute(micro_batch)
-                    worker.contributed(float(len(positions)), float(sum(positions)))
+                    total, count = float(sum(positions)), float(len(positions))
+                    if scene.in_a_row > 1:
+                        sums = (("loss", total, count), ("ones", count, count))
+                        worker.contributed(count, total, sums, str(positions).encode())
+                    else:
+                        worker.contributed(count, total)
                     worker.step()
-                result = worker.left()
+                past = worker.left()
+                self._check_gathered(worker.gathered(phase, everywhere=True) or [])
         expected = (scene.evaluated - 1) / 2
-        if result is not None and result != expected:
-            raise Violation(f"{self.name}: evaluate gives {result} in place of {expected}")
+        if past is None or past.result is None:
+            return
+        results = {"loss": expected, "ones": 1.0} if scene.in_a_row > 1 else None
+        if past.result != expected or past.results != results:
+            raise Violation(f"{self.name}: evaluate gives {past.result}, {past.results} in place of {expected}")
+
+    def _check_gathered(self, found: list[tuple[MicroBatch, bytes]]) -> None:
+        """Each output is that of its samples, and there once."""
+        gathered: list[int] = []
+        for micro_batch, output in found:
+            positions = [position for start, stop in micro_batch for position in range(start, stop)]
+            if str(positions).encode() != output:
+                raise Violation(f"{self.name}: {positions} were gathered with {output.decode()}")
+            gathered += positions
+        if len(gathered) != len(set(gathered)):
+            raise Violation(f"{self.name}: gathered {sorted(gathered)}")
+        self.process.world.note("gathered", self.name, len(gathered), self.scene.evaluated)

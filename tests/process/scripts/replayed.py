@@ -59,9 +59,15 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
             return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-4)
 
 
-def measure(batch: Any) -> tuple[Tensor, int]:
+def measure(batch: Any) -> dict[str, tuple[Tensor, int]]:
     x, y = batch
-    return F.cross_entropy(model(x), y, reduction="sum"), len(y)
+    logits = model(x)
+    hits = (logits.argmax(1) == y).sum()
+    return {"hits": (hits, len(y)), "loss": (F.cross_entropy(logits, y, reduction="sum"), len(y))}
+
+
+def outputs(batch: Any) -> Tensor:
+    return model(batch[0])
 
 
 def enough(batch: Any) -> tuple[float, int]:
@@ -127,6 +133,10 @@ with pliant.join(
                 run.state["updates"] += 1
                 if SCENE.get("evaluates") and run.state["updates"] % 4 == 0 and run.samples % len(train_set):
                     run.evaluate(measure, test_set, size=8)
+                    run.evaluate(measure, test_set, size=8)
+                    logits = run.evaluate(outputs, test_set, size=8, gather=True, everywhere=True)
+                    # A replay has them, too: it computes what all workers computed.
+                    assert len(logits) == len(test_set) if not SLOT else logits is None or len(logits) == len(test_set)
                 if SCENE.get("breaks") and epoch == 1 and run.progress > 1.4:
                     break
         model.train()
