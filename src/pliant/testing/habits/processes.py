@@ -22,6 +22,7 @@ import torch
 import pliant
 from pliant.core.audit import audit
 from pliant.run import Run
+from pliant.runtime.environment import current_job, plain_environment
 from pliant.runtime.journaling import history
 from pliant.testing.habits.kit import kit_of
 from pliant.testing.habits.reference import Mismatch
@@ -41,7 +42,8 @@ def main() -> None:
     habits = unpacked(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     # Empty in a replay, and nobody dies there.
-    slot = os.environ.get("PLIANT_WORKER", "")
+    job = current_job()
+    slot = job.worker if job is not None else ""
     place = int(slot[1:]) if slot else 0
     kit = kit_of(habits, 0)
     script = Script(kit, place, pliant.join, Path.cwd())
@@ -84,8 +86,7 @@ def checked(habits: Habits, directory: Path) -> None:
 def _pliant(directory: Path, *words: str) -> None:
     """Run the command; raises ``Mismatch`` with all it said where it fails."""
     source = str(Path(pliant.__file__).resolve().parents[1])
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("PLIANT_")}
-    environment = {**plain, "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
+    environment = {**plain_environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
     command = [sys.executable, "-W", "error", "-c", "from pliant.ui.cli import main; main()", *words]
     try:
         done = subprocess.run(
