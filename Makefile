@@ -44,14 +44,18 @@ seconds: venv
 	$(BIN)/python -m pytest --junitxml=.pytest_cache/process.xml tests/process
 	$(BIN)/python tests/lots.py .pytest_cache/others.xml .pytest_cache/process.xml
 
-# Long searches: fresh seeds of the simulator, hostile input, everything that is marked soak. What fails prints the
-# command that repeats it. SEEDS=200000 INPUTS=1000000 for a night.
-SEEDS  ?= 20000
-START  ?= $(shell date +%s)000
-INPUTS ?= 50000
+# Long searches: fresh seeds of the simulator, drawn training scripts (RUNS: as real processes), hostile input, everything
+# that is marked soak. What fails prints the command that repeats it. SEEDS=200000 INPUTS=1000000 for a night.
+SEEDS   ?= 20000
+START   ?= $(shell date +%s)000
+SCRIPTS ?= 5000
+RUNS    ?= 200
+INPUTS  ?= 50000
 
 soak: venv
 	$(BIN)/python -m pliant.testing --seeds $(SEEDS) --start $(START)
+	$(BIN)/python -m pliant.testing habits --scripts $(SCRIPTS) --seed $(START)
+	$(BIN)/python -m pliant.testing habits --processes $(RUNS) --seed $(START)
 	SEEDS=$(SEEDS) INPUTS=$(INPUTS) $(BIN)/python -m pytest -m soak --ignore=tests/process
 	SEEDS=$(SEEDS) INPUTS=$(INPUTS) $(BIN)/python -m pytest -m soak tests/process || test $$? -eq 5
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from pliant.runtime.update import Training
 from pliant.tensors import memory
@@ -488,5 +489,16 @@ def install_state(objects: dict[str, Any], values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if hasattr(objects.get(name), "load_state_dict"):
             objects[name].load_state_dict(value)
+            if isinstance(objects[name], Optimizer):
+                _lay_out_like_parameters(objects[name])
         else:
             objects[name] = value
+
+
+@torch.no_grad()
+def _lay_out_like_parameters(optimizer: Optimizer) -> None:
+    """State that came over the wire is contiguous, and ``load_state_dict`` leaves it so."""
+    for p, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == p.shape:
+                state[name] = laid_out_like(p, value)

@@ -178,7 +178,7 @@ def kit_of(habits: Habits, seed: int) -> Kit:
 def change(kit: Kit, event: Event) -> None:
     """Freeze, unfreeze or add a group, as scripts do."""
     kit.done.append(event)
-    if event.what in ("freeze", "unfreeze"):
+    if event.what in ("freeze", "unfreeze", "freeze alone"):
         kit.model.first.requires_grad_(event.what == "unfreeze")
     elif event.what == "add group" and kit.model.late is not None:
         late = list(kit.model.late.parameters())

@@ -147,6 +147,8 @@ class Script:
     def _change(self, run: Run) -> None:
         """Change the trained set, at an update or between epochs."""
         for event in self._due(run, SET):
+            if event.what == "freeze alone" and event.place != self._place:
+                continue
             self.diary.changes.append((run.round, event))
             change(self.kit, event)
 

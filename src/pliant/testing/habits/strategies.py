@@ -14,7 +14,7 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pliant.testing.habits.values import Event, Fault, Habits, Model, What
+from pliant.testing.habits.values import SET, Event, Fault, Habits, Model, What
 
 _EXACT = ("sgd", "adam", "adamw")
 _EVENTS: tuple[What, ...] = get_args(What)
@@ -39,10 +39,16 @@ def habits(draw: Any, *, processes: bool = False) -> Habits:
         events=tuple(draw(_events(workers))),
     )
     if processes:
-        drawn = replace(_without(drawn, "break alone"), **draw(_processes(workers)))
+        drawn = replace(_without(drawn, "break alone", "freeze alone"), **draw(_processes(workers)))
     if drawn.schedule in ("batch", "cycle"):
         # torch's own schedulers do not know a group that comes later.
         drawn = _without(drawn, "add group")
+    if drawn.momentum and drawn.kernel == "fused" and (drawn.model == "branch" or drawn.does("unfreeze")):
+        # torch's own kernel fails where a parameter of a group gets its first gradient later than others.
+        drawn = replace(drawn, kernel="")
+    if not processes and drawn.batch < 2 * workers:
+        # A spare's script does not pass the lines of an update: what it misses comes with the coordinator's handoff.
+        drawn = replace(_without(drawn, *SET), ema=False)
     for without in NOT_YET.values():
         drawn = without(drawn)
     return drawn
@@ -110,7 +116,7 @@ def _loops(draw: Any, workers: int) -> dict[str, Any]:
     return {
         "samples": draw(st.integers(8 * workers, 40)),
         "epochs": draw(st.integers(1, 2)),
-        "batch": draw(st.integers(2 * workers, 16)),
+        "batch": draw(st.integers(1, 16)),
         "floating": draw(st.integers(0, 3)) == 1,
         "delay": draw(st.sampled_from((0, 1, "auto"))),
         "correction": draw(st.sampled_from(("lookahead", "none"))),

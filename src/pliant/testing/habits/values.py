@@ -14,10 +14,20 @@ import msgspec
 
 Model = Literal["mlp", "cnn", "tied", "branch", "outside", "mixed"]
 What = Literal[
-    "freeze", "unfreeze", "add group", "evaluate", "evaluate twice", "save", "break", "break alone", "oom", "inf"
+    "freeze",
+    "unfreeze",
+    "add group",
+    "freeze alone",
+    "evaluate",
+    "evaluate twice",
+    "save",
+    "break",
+    "break alone",
+    "oom",
+    "inf",
 ]
 
-SET: frozenset[What] = frozenset({"freeze", "unfreeze", "add group"})
+SET: frozenset[What] = frozenset({"freeze", "unfreeze", "add group", "freeze alone"})
 """what changes the trained set: at an update or between epochs"""
 
 UPDATE: frozenset[What] = frozenset({"evaluate", "evaluate twice", "save", "break"})
@@ -34,7 +44,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True, repr_omit_defaults=
     """from this round on, once, at the next moment that fits; what happens to a sample: which one, in every epoch"""
     what: What
     place: int = 0
-    """who breaks alone"""
+    """who breaks or freezes alone"""
 
 
 class Fault(msgspec.Struct, frozen=True, omit_defaults=True, repr_omit_defaults=True, forbid_unknown_fields=True):
