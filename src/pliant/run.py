@@ -653,7 +653,8 @@ class Run:
             elif not self._closed:
                 self._fail(error or own)
         finally:
-            self._others.close()
+            # Whatever was raised: nothing is left to be done when the interpreter ends.
+            self._end()
         if own is not None:
             raise own
 

@@ -171,7 +171,7 @@ def kit_of(habits: Habits, seed: int) -> Kit:
     if model.late is not None:
         model.late.requires_grad_(False)
     optimizer = _optimizer(habits, _groups(habits, model, head))
-    ema = torch.optim.swa_utils.AveragedModel(model, use_buffers=False) if habits.ema else None
+    ema = torch.optim.swa_utils.AveragedModel(model, use_buffers=habits.hooks) if habits.ema else None
     return Kit(habits, model, head, optimizer, _scheduler(habits, optimizer), ema)
 
 

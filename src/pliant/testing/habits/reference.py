@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from pliant import data
 from pliant.core.rounds import Settled
-from pliant.core.tickets import Kind, Point, Ticket
+from pliant.core.tickets import Flag, Kind, Point, Ticket
 from pliant.testing.habits.kit import Kit, Samples, change, kit_of
 from pliant.testing.habits.script import TESTED, Diary, Drawn
 from pliant.testing.habits.values import Habits
@@ -81,6 +81,8 @@ class Reference:
         self._changed = 0
         self._agreed = frozenset[str]()
         """what the group trains"""
+        self._took_part: set[int] = set()
+        """who has computed something in this loop"""
         self._names = self._numbered()
         self._seen = 0
         self._results = 0
@@ -120,23 +122,33 @@ class Reference:
         held = [p for group in self.kit.optimizer.param_groups for p in group["params"]]
         return list(dict.fromkeys(names[id(p)] for p in (*held, *self.kit.model.parameters())))
 
-    def _set(self, ticket: Ticket) -> frozenset[str]:
-        bits = int.from_bytes(ticket.trained, "little")
+    def _set(self, of: bytes) -> frozenset[str]:
+        bits = int.from_bytes(of, "little")
         return frozenset(name for number, name in enumerate(self._names) if bits >> number & 1)
 
     def _open(self, epoch: int) -> None:
         """Where a loop begins, what all train counts at once."""
+        self._took_part = set()
         sets = {diary.opened[epoch] for diary in self._diaries}
         if len(sets) == 1:
             self._agreed = sets.pop()
 
     def _layout(self, told: Round) -> frozenset[str]:
         """What this round is summed for; with an overlap a change counts one round later."""
-        sets = {self._set(ticket) for ticket in told.tickets}
-        before = self._agreed
-        if len(sets) == 1:
-            self._agreed = next(iter(sets))
-        return before if told.overlaps else self._agreed
+        wanted = {
+            member: self._set(ticket.wanted)
+            for member, ticket in enumerate(told.tickets)
+            if not ticket.flags & Flag.FOLLOWING
+        }
+        layout = self._agreed
+        if not told.overlaps and len(set(wanted.values())) == 1:
+            layout = next(iter(wanted.values()))
+        # Who has just begun follows those who ran the code.
+        said = {of for member, of in wanted.items() if member in self._took_part} or set(wanted.values())
+        if len(said) == 1:
+            self._agreed = next(iter(said))
+        self._took_part |= {member for member, ticket in enumerate(told.tickets) if ticket.samples}
+        return layout
 
     # -- one round
 

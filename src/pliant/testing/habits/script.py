@@ -89,6 +89,8 @@ class Script:
         """The script."""
         kit, habits = self.kit, self.habits
         with self._join(kit.model, kit.optimizer, **settings(kit)) as run:
+            if habits.hooks:
+                run.on_update(lambda update: self._average())
             for epoch in run.epochs(habits.epochs):
                 self._epoch(run, epoch)
                 self._change(run)
@@ -106,13 +108,17 @@ class Script:
             self._compute(run, batch, drawn)
             if run.step():
                 self.diary.updates.append(run.round)
-                if self.kit.ema is not None:
-                    self.kit.ema.update_parameters(self.kit.model)  # type: ignore[operator]
+                if not self.habits.hooks:
+                    self._average()
                 self._change(run)
                 if self._act(run):
                     break
             if self._breaks_alone(run):
                 break
+
+    def _average(self) -> None:
+        if self.kit.ema is not None:
+            self.kit.ema.update_parameters(self.kit.model)  # type: ignore[operator]
 
     def _compute(self, run: Run, batch: Batch, drawn: list[Drawn]) -> None:
         """The gradients of a micro-batch; one that does not fit into memory is passed over."""

@@ -8,7 +8,6 @@ Source    ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, get_args
 
 from hypothesis import strategies as st
@@ -18,13 +17,6 @@ from pliant.testing.habits.values import SET, Event, Fault, Habits, Model, What
 
 _EXACT = ("sgd", "adam", "adamw")
 _EVENTS: tuple[What, ...] = get_args(What)
-
-NOT_YET: dict[str, Callable[[Habits], Habits]] = {
-    "evaluate twice": lambda habits: _once(_without(habits, "evaluate twice"), "evaluate"),
-    "ema of statistics": lambda habits: replace(habits, ema=False) if habits.norm else habits,
-}
-"""what is wrong today, and how a script does without it"""
-
 
 @st.composite
 def habits(draw: Any, *, processes: bool = False) -> Habits:
@@ -46,21 +38,17 @@ def habits(draw: Any, *, processes: bool = False) -> Habits:
     if drawn.momentum and drawn.kernel == "fused" and (drawn.model == "branch" or drawn.does("unfreeze")):
         # torch's own kernel fails where a parameter of a group gets its first gradient later than others.
         drawn = replace(drawn, kernel="")
+    if drawn.ema and drawn.norm:
+        # Statistics are equal on all workers where all are at the same update.
+        drawn = replace(drawn, hooks=True)
     if not processes and drawn.batch < 2 * workers:
         # A spare's script does not pass the lines of an update: what it misses comes with the coordinator's handoff.
-        drawn = replace(_without(drawn, *SET), ema=False)
-    for without in NOT_YET.values():
-        drawn = without(drawn)
+        drawn = replace(_without(drawn, *SET), ema=drawn.ema and drawn.hooks)
     return drawn
 
 
 def _without(habits: Habits, *what: What) -> Habits:
     return replace(habits, events=tuple(event for event in habits.events if event.what not in what))
-
-
-def _once(habits: Habits, what: What) -> Habits:
-    first = next((event for event in habits.events if event.what == what), None)
-    return replace(habits, events=tuple(event for event in habits.events if event.what != what or event is first))
 
 
 @st.composite
@@ -122,6 +110,7 @@ def _loops(draw: Any, workers: int) -> dict[str, Any]:
         "correction": draw(st.sampled_from(("lookahead", "none"))),
         "scaler": draw(st.integers(0, 4)) == 1,
         "ema": draw(st.integers(0, 3)) == 1,
+        "hooks": draw(st.booleans()),
         "tokens": draw(st.booleans()),
         "evaluates": draw(st.booleans()),
     }

@@ -88,6 +88,8 @@ class Habits(msgspec.Struct, frozen=True, omit_defaults=True, repr_omit_defaults
     schedule: Literal["", "batch", "cycle", "epoch"] = ""
     scaler: bool = False
     ema: bool = False
+    hooks: bool = False
+    """what follows updates is done in ``on_update``, not in the body of the loop"""
     tokens: bool = False
     loaders: int = 0
     evaluates: bool = False
