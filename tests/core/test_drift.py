@@ -46,6 +46,19 @@ def test_of_two_the_first_is_believed() -> None:
     assert verdict is not None and (verdict.donor, verdict.healed) == (0, (1,))
 
 
+def test_unlike_workers_are_compared_by_sketches() -> None:
+    """Their digests differ anyway; rounding hardly moves the sketch."""
+    here, there = told([5, 5]), told([7, 8], arithmetic=8)
+    near = [replace(t, sketch=s) for t, s in zip([*here, *there[:1]], (0.5, 0.5, 0.5001), strict=True)]
+    assert drift.are_unlike(near) and judged(near) is None
+    apart = [*near[:2], replace(near[2], sketch=0.9)]
+    verdict = judged(apart)
+    assert verdict is not None and (verdict.donor, verdict.healed) == (0, (2,))
+    assert verdict.sketches == (0.5, 0.5, 0.9)
+    # Without a sketch nobody is judged by what another processor has computed.
+    assert judged([*here, *there[:1]]) is None and not drift.are_unlike(here)
+
+
 def test_the_second_time_is_once_too_often() -> None:
     verdict = judged(told([5, 5, 6, 7]), {ROSTER[2]: 1})
     assert verdict is not None and (verdict.healed, verdict.expelled) == ((3,), (2,))

@@ -83,3 +83,12 @@ def test_what_it_computes_with_is_told() -> None:
         assert Fingerprint(weights, parts=1, reduces=True).arithmetic != reducing
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_sketch_hardly_depends_on_rounding() -> None:
+    torch.manual_seed(7)
+    weights = [torch.randn(300, 40), torch.randn(40)]
+    rounded = [(weight.double() * (1 + 1e-6 * torch.randn_like(weight))).float() for weight in weights]
+    other = [torch.randn(300, 40), torch.randn(40)]
+    mine, same, foreign = (Fingerprint(each, parts=1, reduces=False).sketch(None) for each in (weights, rounded, other))
+    assert abs(mine - same) < 1e-4 and abs(mine - foreign) > 0.02

@@ -2,7 +2,8 @@
 
 Question  Which worker's weights differ, and what becomes of it?
 Holds     Pure: all workers name the same ones from the same tickets. Only digests of the same part of the weights after
-          the same round are compared, and only among workers that compute alike. The majority is right; where it is a
+          the same round are compared, bit by bit among workers that compute alike, by a sketch with a tolerance among
+          others. The majority is right; where it is a
           tie, whoever of the tied stands first in the roster. Somebody is always believed, so the state is never lost.
 Source    ours; docs/design/0013-drift.md.
 """
@@ -29,6 +30,10 @@ all of them several times."""
 FORGIVEN = 1
 """How often a worker takes the state over again. A second difference is no accident."""
 
+TOLERANCE = 0.02
+"""By how much sketches of workers that compute differently may differ: rounding moves weights by far less of their
+norm, a layer that was never made equal, or that one worker trains alone, by much more."""
+
 _SILENT = Flag.FOLLOWING | Flag.LEAVING
 
 
@@ -45,6 +50,8 @@ class Drift(msgspec.Struct, frozen=True):
     """members for which it is not the first time"""
     donor: int
     """the first member that is believed"""
+    sketches: tuple[float, ...] = ()
+    """of those that were compared, where they compute differently"""
 
     @property
     def named(self) -> tuple[int, ...]:
@@ -61,6 +68,12 @@ def is_due(number: int, every: int) -> bool:
 def turn(number: int, every: int) -> int | None:
     """Which part of the weights it is of, counted on and on; None: of all of them."""
     return None if number < every else number // every
+
+
+def are_unlike(tickets: Sequence[Ticket]) -> bool:
+    """Whether some of those who speak compute otherwise than others: their digests say nothing, sketches do."""
+    first = tickets[0].arithmetic
+    return any(ticket.arithmetic != first and not ticket.flags & _SILENT for ticket in tickets)
 
 
 def judged(
@@ -85,6 +98,10 @@ def judged(
         differing += wrong
         if wrong:
             donor = min(donor, next(member for member in alike if tickets[member].weights == right))
+    believed, apart = _compared([member for member in known if member not in differing], tickets)
+    differing += apart
+    if apart:
+        donor = min(donor, believed)
     if not differing:
         return None
     return Drift(
@@ -93,4 +110,20 @@ def judged(
         healed=tuple(m for m in sorted(differing) if offences.get(roster[m], 0) < FORGIVEN),
         expelled=tuple(m for m in sorted(differing) if offences.get(roster[m], 0) >= FORGIVEN),
         donor=donor,
+        sketches=tuple(tickets[member].sketch for member in known) if any(tickets[m].sketch for m in known) else (),
     )
+
+
+def _compared(known: Sequence[int], tickets: Sequence[Ticket]) -> tuple[int, list[int]]:
+    """Of workers that compute differently: the first one that is believed, and whose sketch is apart from its."""
+    known = [member for member in known if tickets[member].sketch]
+
+    def near(member: int) -> list[int]:
+        here = tickets[member].sketch
+        return [other for other in known if abs(tickets[other].sketch - here) <= TOLERANCE]
+
+    if len({tickets[member].arithmetic for member in known}) < 2:
+        return 0, []
+    # As with digests: the majority, and of equal ones whoever stands first in the roster.
+    believed = max(known, key=lambda member: (len(near(member)), -member))
+    return believed, [member for member in known if member not in near(believed)]

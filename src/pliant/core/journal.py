@@ -145,6 +145,8 @@ class DriftLine(msgspec.Struct, frozen=True, array_like=True):
     expelled: list[int]
     """members that are thrown out"""
     donor: int
+    sketches: list[float] = []
+    """of each that was compared, where they compute differently"""
 
 
 class RoundRecord(msgspec.Struct, frozen=True, tag="round", tag_field="kind", omit_defaults=True):

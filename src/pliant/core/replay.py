@@ -325,9 +325,11 @@ def _with_measures(record: RoundRecord, tickets: list[Ticket]) -> list[Ticket]:
         number, square = record.measured
         tickets[says] = replace(tickets[says], measured_round=number, measured_norm=square)
     if record.drift is not None:
-        for member, arithmetic, digest in record.drift.digests:
+        sketches = record.drift.sketches or [0.0] * len(record.drift.digests)
+        for (member, arithmetic, digest), sketch in zip(record.drift.digests, sketches, strict=True):
             if 0 <= member < len(tickets):
-                weighed = {"weights_round": record.drift.round, "weights": digest, "arithmetic": arithmetic}
+                weighed = {"weights": digest, "arithmetic": arithmetic, "sketch": sketch}
+                weighed["weights_round"] = record.drift.round
                 tickets[member] = replace(tickets[member], **weighed)
     return tickets
 
@@ -396,7 +398,8 @@ def _differences(record: RoundRecord | ExchangeRecord, outcome: Settled) -> list
 def _drift(line: DriftLine | None) -> Drift | None:
     if line is None:
         return None
-    return Drift(line.round, tuple(line.digests), tuple(line.healed), tuple(line.expelled), line.donor)
+    healed, expelled, sketches = tuple(line.healed), tuple(line.expelled), tuple(line.sketches)
+    return Drift(line.round, tuple(line.digests), healed, expelled, line.donor, sketches)
 
 
 def _measures(record: RoundRecord, group: Group) -> list[str]:

@@ -141,6 +141,8 @@ class Ticket(msgspec.Struct, frozen=True):
     """that digest"""
     arithmetic: int = 0
     """what it computes with, as a checksum: only workers with the same one must have the same bits"""
+    sketch: float = 0.0
+    """of that part of its weights, where somebody computes otherwise: a number that rounding hardly moves; 0: none"""
     appendix: int = 0
     """bytes that this worker has to say behind its ticket (``measures.Appendix``)"""
     clip_norm: float = -1.0
@@ -156,7 +158,7 @@ class Ticket(msgspec.Struct, frozen=True):
     """likewise: whether it gathers outputs"""
 
 
-_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqdqQQqdqqqBII")
+_FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqdqQQdqdqqqBII")
 
 
 def packed_size(bits: int, sets: int = 0) -> int:
@@ -197,6 +199,7 @@ def pack(ticket: Ticket, bitmap: int, bits: int) -> bytes:
         ticket.weights_round,
         ticket.weights,
         ticket.arithmetic,
+        ticket.sketch,
         ticket.appendix,
         ticket.clip_norm,
         *ticket.point.packed,

@@ -198,6 +198,7 @@ class Exchanges:
             work.outputs.add(outcome.phase, [hand.queue for hand in before.phase.ledger.hands], appendices)
         rates = member.training.rates(outcome.factor) if followed else ()
         if is_training:
+            member.training.sketches = drift.are_unlike(handed_in)
             self._apply(before, outcome, flight, bitmap)
             if not followed:
                 self._weigh(outcome)
@@ -344,7 +345,7 @@ class Exchanges:
         member.work.begin()
         member.training.cancel_look_ahead()
         member.training.gradients.discard()
-        member.training.weighed = (0, 0)
+        member.training.weighed, member.training.sketch = (0, 0), 0.0
         member.eras.heal(member.training, member.group, differs.donor)
 
     def go_if_expelled(self) -> None:

@@ -117,6 +117,7 @@ class Member:
             weights_round=training.weighed[0],
             weights=training.weighed[1],
             arithmetic=training.fingerprint.arithmetic,
+            sketch=training.sketch,
             clip_norm=-1.0 if self.clip_norm is None else self.clip_norm,
             trained=training.contributed,
             wanted=training.look(),

@@ -88,6 +88,8 @@ class Training:
         """the last round the norm of whose mean gradient was taken, and that norm, squared"""
         self.weighed = (0, 0)
         """the last round after which a digest of a part of the weights was taken, and that digest"""
+        self.sketches, self.sketch = False, 0.0
+        """whether a sketch is taken, too, for workers that compute otherwise; and the last one"""
         self._had_gradients = self._missed_gradients = 0
         # What is merged is made anew in each round from everybody's, and what the optimizer keeps shows in the weights.
         self.fingerprint = Fingerprint(self.parameters, parts=drift.PARTS, reduces=clip_norm is not None)
@@ -321,6 +323,7 @@ class Training:
         """
         if self.held is None:
             self.weighed = number, self.fingerprint.of(turn)
+            self.sketch = self.fingerprint.sketch(turn) if self.sketches else 0.0
 
     # -- taking the state over
 

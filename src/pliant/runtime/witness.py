@@ -259,7 +259,12 @@ def _drift(outcome: Settled) -> journal.DriftLine | None:
     if differs is None:
         return None
     return journal.DriftLine(
-        differs.round, list(differs.digests), list(differs.healed), list(differs.expelled), differs.donor
+        differs.round,
+        list(differs.digests),
+        list(differs.healed),
+        list(differs.expelled),
+        differs.donor,
+        list(differs.sketches),
     )
 
 

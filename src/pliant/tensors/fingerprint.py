@@ -64,6 +64,21 @@ class Fingerprint:
         # One copy, and one wait, for all of it.
         return zlib.crc32(torch.cat(away).cpu().numpy().data, digest) if away else digest
 
+    @torch.no_grad()
+    def sketch(self, turn: int | None) -> float:
+        """One number of the same part that hardly depends on rounding, and differs where the weights do.
+
+        The sum of all elements with alternating signs, in units of their norm: weights that differ by a part of their
+        norm differ here by about as much, whatever their size.
+        """
+        leans = squares = 0.0
+        parts = self._pieces if turn is None else [self._pieces[turn % self.parts]]
+        for piece in itertools.chain.from_iterable(parts):
+            values = piece.values().to(torch.float64)
+            leans += float(values[::2].sum() - values[1::2].sum())
+            squares += float(values.square().sum())
+        return leans / squares**0.5 if squares > 0 else 0.0
+
 
 class _Piece:
     """Some elements of a tensor, as whole numbers or (few, in main memory) as bytes."""
@@ -72,6 +87,10 @@ class _Piece:
         self._tensor, self._start, self._stop = tensor, start, stop
         self._at: int | None = None
         self._view: Tensor | memoryview | None = None
+
+    def values(self) -> Tensor:
+        """Its elements."""
+        return _flat(self._tensor)[self._start : self._stop]
 
     def numbers(self) -> Tensor | memoryview:
         """Its memory as it is now. Views are made once: that takes longer than reading a small tensor."""

@@ -487,6 +487,7 @@ class VirtualTraining(Training):
         self._moments = False
         self.measured = (0, 0.0)
         self.weighed = (0, 0)
+        self.sketches, self.sketch = False, 0.0
         self.fingerprint: Any = VirtualFingerprint(numbers)
         self.scheduler = VirtualScheduler(self.optimizer)
         self._scheduler, self._schedule_by = self.scheduler, "batch"

@@ -18,6 +18,7 @@ from pliant.testing.habits.values import SET, Event, Fault, Habits, Model, What
 _EXACT = ("sgd", "adam", "adamw")
 _EVENTS: tuple[What, ...] = get_args(What)
 
+
 @st.composite
 def habits(draw: Any, *, processes: bool = False) -> Habits:
     """A script; ``processes``: one that is run with a coordinator."""
