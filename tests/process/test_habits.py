@@ -12,7 +12,7 @@ from pliant.testing.habits import Habits, command, processes
 
 pytestmark = pytest.mark.slow
 
-SCRIPTS, SEED = 20, 0
+SCRIPTS, SEED = 12, 0
 
 
 def check(habits: Habits, directory: Path) -> None:

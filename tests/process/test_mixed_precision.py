@@ -153,26 +153,6 @@ HABITS = """
                 exec(sys.argv[1])
 """
 
-STEP = "remove scaler.scale, scaler.unscale_, scaler.step and scaler.update from the loop"
-OWN = "scaler.unscale_, scaler.step or scaler.update was called by the script: remove all three"
-LEFT_OVER = {
-    "run.backward(scaler.scale(loss)); run.step()": "write run.backward(loss) with the plain loss",
-    "run.backward(scaler.scale(loss) / 2); run.step()": "write run.backward(loss) with the plain loss",
-    "scaler.scale(loss).backward(); run.step()": "replace loss.backward() by run.backward(loss)",
-    "run.backward(loss); scaler.unscale_(optimizer); run.step()": OWN,
-    "run.backward(loss); run.step(); scaler.unscale_(optimizer)": OWN,
-    "run.backward(loss); scaler.step(optimizer); run.step()": "optimizer.step() was called by the script",
-    "run.backward(loss); run.step(); scaler.update()": STEP,
-    "run.backward(loss); scaler.unscale_(optimizer); scaler.update(); run.step()": "clipping is join(clip_norm=…)",
-}
-
-
-@pytest.mark.parametrize("habit", LEFT_OVER)
-def test_what_the_scaler_is_asked_out_of_habit_is_refused(launch: Launcher, habit: str) -> None:
-    run = alone(launch, HABITS, habit)
-    assert run.process.returncode == 1
-    assert LEFT_OVER[habit] in run.output, run.output
-
 
 def test_what_is_left_over_in_a_job_is_refused_in_one_line(launch: Launcher) -> None:
     run = launch(HABITS, "run.backward(scaler.scale(loss)); run.step()")
