@@ -89,7 +89,10 @@ def ran(lot: Iterable[str]) -> int:
     for starts in (False, True):
         paths = [str(TESTS / unit) for unit in lot if unit.startswith("process/") is starts]
         if paths:
-            status = subprocess.run([sys.executable, "-m", "pytest", *paths], check=False).returncode or status
+            status = (
+                subprocess.run([sys.executable, "-m", "pytest", "--durations=15", *paths], check=False).returncode
+                or status
+            )
     return status
 
 

@@ -95,10 +95,10 @@ def test_another_donor_is_asked_anew(newcomer: Newcomer) -> None:
 def test_the_state_at_the_end_of_a_call_is_of_no_other_moment(newcomer: Newcomer) -> None:
     takeover, lines = newcomer
     takeover.ask_state(12)
-    assert takeover.users_state(13, "call 2") is None
+    assert takeover.users_state(13, at_end_of("call 2")) is None
     assert lines[1].asked == [(13, [at_end_of("call 2")])], "on a line of its own: the first one answers in turn"
     lines[1].answer(20, updates=4)
-    assert takeover.users_state(14, "call 2") == {"updates": 4}
+    assert takeover.users_state(14, at_end_of("call 2")) == {"updates": 4}
 
 
 def test_who_computes_by_now_may_be_asked(newcomer: Newcomer) -> None:
