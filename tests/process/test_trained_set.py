@@ -108,10 +108,10 @@ def same_end(launch: Launcher, run: Running, ends: int) -> None:
 def test_newcomers_train_what_the_others_train(launch: Launcher, case: tuple[str, str, str]) -> None:
     """One is killed and comes back after the second change, one more joins after the last."""
     run = begun(launch, case, 2)
-    pids = [int(run.until("pid ").rpartition(" ")[2]) for _ in range(2)]
     run.until("changed 2", times=2)
-    os.kill(pids[1], signal.SIGKILL)
-    gone(pids[1])
+    victim = int(run.printed("[w1] pid ").rpartition(" ")[2])
+    os.kill(victim, signal.SIGKILL)
+    gone(victim)
     run.until("drew w1.2")
     run.printed("changed 4")
     assert launch.command("scale", "3", "--dir", "job").wait() == 0
