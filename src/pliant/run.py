@@ -401,7 +401,7 @@ class Run:
             return
         self._phase = phase
         if kind is Kind.TRAIN:
-            self._before, self._length = self.samples, max(1, len(indices))
+            self._before, self._length = self.samples - self._done(phase), max(1, len(indices))
         reading = source.pass_over(indices, seed, epoch, self._worker.upcoming)
         try:
             while (micro_batch := self._worker.draw(phase)) is not None:
@@ -437,6 +437,11 @@ class Run:
         self._bad = bad.error, f"{self.worker} could not read {where}: {bad.summary}" if bad.everywhere else None
         self._worker.training.back()
         self._left = phase
+
+    def _done(self, phase: int) -> int:
+        """Samples of ``phase`` that are settled already: a newcomer comes in the middle of it."""
+        found = next((each for each in self._worker.group.open if each.number == phase), None)
+        return 0 if found is None else found.ledger.limit - found.ledger.remaining
 
     def _loader(self, dataset: Any, collate_fn: Any, options: dict[str, Any]) -> data.Loader:
         unknown = sorted(set(options) - set(_LOADER_OPTIONS))

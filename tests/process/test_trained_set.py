@@ -22,6 +22,7 @@ SCRIPT = """
     import pliant
 
     delay, optimizer, memory = sys.argv[1] if sys.argv[1] == "auto" else int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     samples = [(torch.randn(3, 6, 6), i % 3) for i in range(240)]
     model = nn.Sequential(

@@ -70,7 +70,7 @@ class Exchanges:
     def open(self, call: Opening, flags: Flag) -> None:
         """Say which phase this worker enters; the others may open another one before."""
         training = self._member.training
-        training.trained.settle()
+        training.settle_set()
         training.trained.check()
         opening = replace(
             self._member.ticket(call.kind, Flag.OPENING | flags),

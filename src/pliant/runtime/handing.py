@@ -50,6 +50,9 @@ class HandingIn:
 
         ``returning``: the round just settled is still to be applied, and its buffer comes back then.
         """
+        if self._member.group.phase.kind is Kind.TRAIN:
+            # It has a say from here on, and its script is where the others' are.
+            self._member.training.settle_set()
         if self.changes_set:
             self._announce(flags)
             return

@@ -176,6 +176,11 @@ class Training:
             self.gradients.optimized = self.trained.optimized
         return now
 
+    def settle_set(self) -> None:
+        """Train what the group trains, as far as that was taken over and is still to be put in place."""
+        self.trained.settle()
+        self.look()
+
     @property
     def contributed(self) -> bytes:
         """The set of parameters that the contribution in progress is for."""
@@ -265,7 +270,7 @@ class Training:
         them; ``measures``: their norm is taken.
         """
         kept = False
-        self.trained.settle()
+        self.settle_set()
         self.follow_clip_norm(outcome.clip_norm)
         if outcome.applied:
             present = self._without_untouched(outcome.touched, summed, present)
@@ -341,7 +346,7 @@ class Training:
 
     def catch_up(self, gradients: dict[int, Tensor], factor: float, scheduled: list[dict[str, Any]] | None) -> None:
         """Make one past update of the parameters in ``gradients``; ``scheduled`` is what the schedule said then."""
-        self.trained.settle()
+        self.settle_set()
         before = [p.grad for p in self.parameters]
         now = [{name: group[name] for name in _SCHEDULED if name in group} for group in self.optimizer.param_groups]
         for index, p in enumerate(self.parameters):
@@ -433,7 +438,7 @@ class Training:
         """A top-level ``evaluate`` is over; a schedule that follows results is stepped with it."""
         scheduler = self._scheduler
         if isinstance(scheduler, ReduceLROnPlateau):
-            self.trained.settle()
+            self.settle_set()
             self.schedule_guard.own(lambda: scheduler.step(result))
 
     def end_epoch(self, epoch: int) -> None:
@@ -447,7 +452,7 @@ class Training:
     def _step_schedule(self) -> None:
         if self._scheduler is None:
             return
-        self.trained.settle()
+        self.settle_set()
         with warnings.catch_warnings():
             # A round the group skips advances the schedule without an optimizer step: intended here.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")

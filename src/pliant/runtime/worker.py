@@ -252,7 +252,7 @@ class Worker:
         """The script's loop body is next; with a contribution in flight it computes at the look-ahead point."""
         work = self._member.work
         self._following.take_users_state()
-        self.training.trained.settle()
+        self.training.settle_set()
         if self.group.phase.kind is Kind.TRAIN:
             work.drawn_since_update = True
             self._member.script.draws()

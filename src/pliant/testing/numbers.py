@@ -220,8 +220,9 @@ class VirtualGradients:
 
     def expose(self, filled: VirtualBuffer | None, present: int) -> None:
         assert filled is not None
-        for index, (p, view) in enumerate(zip(self.parameters, filled.views, strict=True)):
-            p.grad = Number(view.value) if view is not None and present >> index & 1 else None
+        for index in self.optimized:
+            view = filled.views[index]
+            self.parameters[index].grad = Number(view.value) if view is not None and present >> index & 1 else None
 
     def take_back(self, filled: VirtualBuffer | None) -> None:
         assert filled is not None
@@ -477,6 +478,7 @@ class VirtualTraining(Training):
         self.parameters = self.trained.parameters
         self._had_gradients = self._missed_gradients = 0
         self.gradients: Any = VirtualGradients(numbers, self.trained.look)
+        self.gradients.optimized = self.trained.optimized
         self.buffers: Any = VirtualBuffers(buffers)
         self.lookahead: Any = VirtualLookAhead(numbers)
         self.held = None
@@ -505,7 +507,7 @@ class VirtualTraining(Training):
         return self.gradients.filling.scaled_norm(part, 1.0)
 
     def _step_schedule(self) -> None:
-        self.trained.settle()
+        self.settle_set()
         self.scheduler.step()
 
     def apply(
