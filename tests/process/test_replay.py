@@ -121,7 +121,7 @@ def test_computed_again(launch: Launcher, name: str) -> None:
     if scene.get("scaler"):
         said = {line.partition("] ")[2] for line in [*run.lines, f"[again] {again.lines[-2]}"] if "scale " in line}
         assert len(said) == 1, "all ended with one scale, and so did the replay"
-        assert len({ticket.scale for record in made for ticket in record.tickets}) > 3, "it moved"
+        assert len({ticket.scale for record in made for ticket in record.tickets}) > 1, "it moved"
     if scene.get("breaks"):
         assert any(ticket.flags & Flag.BREAK for record in made for ticket in record.tickets)
     if scene.get("checkpoint"):
