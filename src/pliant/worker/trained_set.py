@@ -48,7 +48,7 @@ class TrainedSet:
         self._kinds = [(p.dtype, p.device) for p in self.parameters]
         self._groups: list[list[int]] = []
         """the parameter groups, as they were looked at last"""
-        self._ids: list[int] = []
+        self._lengths: list[int] = []
         self._requires: list[bool] = []
         self._now = b""
         self._pending: Mapping[str, Any] | None = None
@@ -62,12 +62,13 @@ class TrainedSet:
     def look(self) -> bytes:
         """The set of parameters that are trained now. Raises ``UsageError`` on a change that cannot be followed."""
         requires = [p.requires_grad for p in self.parameters]
-        ids = [id(p) for group in self._optimizer.param_groups for p in group["params"]]
-        if requires == self._requires and ids == self._ids:
+        # Their lengths tell almost every change at a fraction of the time; ``check`` compares all of it.
+        lengths = [len(group["params"]) for group in self._optimizer.param_groups]
+        if requires == self._requires and lengths == self._lengths:
             return self._now
-        if ids != self._ids:
+        if lengths != self._lengths:
             self._take_groups()
-            self._ids = ids
+            self._lengths = lengths
         self._requires = requires
         optimized = [index for group in self._groups for index in group]
         self._now = bitmap((index for index in optimized if requires[index]), len(self.parameters))
@@ -99,6 +100,7 @@ class TrainedSet:
 
     def check(self) -> None:
         """Raise where the model has other parameters than at ``join``, or they have another type."""
+        self._take_groups()
         for index, (p, kind) in enumerate(zip(self.parameters, self._kinds, strict=True)):
             if (p.dtype, p.device) != kind:
                 raise UsageError(
