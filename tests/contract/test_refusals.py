@@ -248,7 +248,7 @@ LOOPS: list[tuple[Script, str]] = [
     (lambda run, model, _: loop(run, model, size=0), "size is 0: give a positive whole number"),
     (lambda run, model, _: loop(run, model, size=2.5), "size is 2.5: give a positive whole number"),
     (lambda run, model, _: loop(run, model, shuffle=True), "does not take shuffle: .*order="),
-    (no_epochs, "epochs takes either a number of epochs or samples=N"),
+    (no_epochs, "epochs takes one of these: a number of epochs, samples=N, steps=N"),
     (epochs_without_batches, "an epoch trained on no sample, .*: call batches in it"),
 ]
 

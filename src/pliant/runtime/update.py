@@ -210,6 +210,9 @@ class Training:
         if self.loss_scale is None:
             return None
         own = self._own_gradients()
+        if not own:
+            # The only pass has failed, or nothing was computed.
+            return 0.0
         torch._foreach_mul_(own, 1.0 / self.scale)
         return sum(float(norm) ** 2 for norm in torch._foreach_norm(own))
 
