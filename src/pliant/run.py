@@ -38,6 +38,9 @@ from pliant.worker import measures, outputs, predictions
 from pliant.worker.hooks import OnRoster, OnUpdate
 from pliant.worker.other_optimizers import OtherOptimizers, check_not_joined
 
+# A slow disk: what is not away for longer is not left out.
+_WRITTEN_PER_S = 200e6
+
 _LOADER_OPTIONS = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "timeout", "worker_init_fn")
 
 
@@ -60,6 +63,7 @@ def join(
     checkpoint_every: float = 300.0,
     seed: int = 0,
     dead_after: float = 5.0,
+    hung_after: float = 600.0,
     enroll: Callable[[Offer], Membership] = membership.enrolled,
 ) -> Run:
     """Train ``model`` together with all workers of the job, or alone if no job is named in the environment.
@@ -83,7 +87,10 @@ def join(
                   (``s3://…``). A run goes on from the last one: alone by itself, in a job when all workers were lost at
                   once, or with ``pliant run --resume``
     checkpoint_every   seconds between two of them; the last three are kept
-    dead_after    seconds without a sign of life after which a worker counts as lost
+    dead_after    seconds without a sign of life after which a worker counts as lost. One that gives signs of life but
+                  does not get on while others wait is left out after that time or ten of its usual steps, and comes
+                  back by itself
+    hung_after    seconds without progress after which such a process is killed and started again
     enroll        how this worker finds its group; ``pliant.testing`` brings its own
     """
     try:
@@ -99,6 +106,7 @@ def join(
             schedule_by=schedule_by,
             seed=seed,
             dead_after=dead_after,
+            hung_after=hung_after,
             checkpoint=checkpoint,
         )
         settings.check_scheduler(scheduler, optimizer)
@@ -406,6 +414,7 @@ class Run:
         try:
             while (micro_batch := self._worker.draw(phase)) is not None:
                 collated = reading.fetch(micro_batch)
+                self._worker.note_progress()
                 seed_everything(stream(seed, epoch, micro_batch[0][0], MICRO_BATCH))
                 self._drawn, self._computed = samples_of(micro_batch), False
                 if kind is Kind.TRAIN:
@@ -593,11 +602,35 @@ class Run:
             yield
 
     def save(self, path: str | Path) -> None:
-        """Write the model's plain weights as safetensors, loadable without Pliant. Only the leader writes."""
+        """Write the model's plain weights as safetensors, loadable without Pliant. Only the leader writes.
+
+        The others do not wait for it: a save that takes long is ``busy`` by itself. Weights of a later round that
+        another leader has written there meanwhile are left as they are.
+        """
         if not self.is_leader:
             return
-        with self.plain_weights():
-            weights.save(self._model, Path(path), {"round": str(self.round)})
+        target, seconds = Path(path), weights.size_of(self._model) / _WRITTEN_PER_S
+        with self.busy(f"saving {target.name}", seconds), self.plain_weights():
+            written = weights.save(self._model, target, round_=self.round, run=self._membership.run)
+        if not written:
+            print(f"pliant: {target} holds a later round already: round {self.round} was not saved", file=sys.stderr)
+
+    @contextmanager
+    def busy(self, what: str, seconds: float | None = None) -> Iterator[None]:
+        """Say that this worker does something of its own for a while: saving, uploading, drawing pictures.
+
+        While it lasts the others need not wait: if they would lose much, they go on without this worker, which takes
+        their state over with its next call of ``batches``, ``step`` or ``evaluate``. The model is not touched
+        meanwhile, and however long it takes, this process is not taken for a hung one.
+
+        what      shown to people ("uploading")
+        seconds   how long it takes as a rule; where it is not given, it is taken for as long as the last time
+        """
+        if self._closed:
+            yield
+            return
+        with self._worker.busy(str(what) or "busy", seconds):
+            yield
 
     # -- the end
 

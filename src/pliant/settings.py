@@ -47,6 +47,7 @@ class Settings:
     schedule_by: str
     seed: int
     dead_after_s: float
+    hung_after_s: float
     optimizer: str
     checkpoint: str | None = None
     """where checkpoints go, the same in every process"""
@@ -63,6 +64,7 @@ class Settings:
             "schedule_by": self.schedule_by,
             "seed": str(self.seed),
             "dead_after": repr(self.dead_after_s),
+            "hung_after": repr(self.hung_after_s),
             "optimizer": self.optimizer,
             "momentum": repr(policy.momentum),
             # Whoever leads writes them, and that changes: two addresses are two halves of a history. Where machines
@@ -86,6 +88,7 @@ def resolved(
     schedule_by: str,
     seed: int,
     dead_after: float,
+    hung_after: float,
     checkpoint: Any = None,
 ) -> Settings:
     """Check the settings and fill in what depends on the optimizer."""
@@ -100,6 +103,8 @@ def resolved(
     check_clip_norm(clip_norm)
     if not dead_after >= _LEAST_DEAD_AFTER_S:
         raise UsageError(f"dead_after is {dead_after}: give seconds, at least {_LEAST_DEAD_AFTER_S:g}")
+    if not hung_after >= dead_after:
+        raise UsageError(f"hung_after is {hung_after}: give seconds, at least dead_after, which is {dead_after:g}")
     policy = Policy(
         batch=reference,
         floating=isinstance(batch, Floating),
@@ -115,6 +120,7 @@ def resolved(
         schedule_by=schedule_by,
         seed=int(seed),
         dead_after_s=float(dead_after),
+        hung_after_s=float(hung_after),
         optimizer=type(optimizer).__name__,
         checkpoint=_absolute(checkpoint),
     )

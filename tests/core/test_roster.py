@@ -455,24 +455,110 @@ def test_a_worker_that_does_not_wake_up_is_killed() -> None:
     assert of(Kill, effects) == [Kill(OWNER, SlotId("w1"))]
 
 
-def hang(world: World, seconds: float, *, waiting: bool, usual_s: float = 0.1) -> list[Effect]:
+def beats(world: World, seconds: float, *states: dict[str, Any]) -> list[Effect]:
+    """Each worker beats as its state says, ten times a second; what their main loops do began when this did."""
     fresh: list[Effect] = []
-    for _ in range(int(seconds / 0.1)):
+    start_s = world.now_s
+    for _ in range(round(seconds / 0.1)):
         world.now_s += 0.1
+        common = {"active": True, "exchange": 3, "lasts_s": world.now_s - start_s}
         fresh += world.feed(
-            Beaten(WorkerId("w0"), 1, 7, waiting=waiting, usual_s=0.1), Beaten(WorkerId("w1"), 1, 7, usual_s=usual_s)
+            *(Beaten(WorkerId(f"w{index}"), 1, 7, **common | state) for index, state in enumerate(states))
         )
     return fresh
 
 
-def test_a_main_loop_that_stands_still_while_others_wait_is_hung() -> None:
+WAITS: dict[str, Any] = {"waiting": True}
+SLOW: dict[str, Any] = {"usual_s": 0.1}
+
+
+def test_a_main_loop_that_stands_still_while_others_wait_is_left_out() -> None:
     world = World().started(2)
-    effects = hang(world, 5.5, waiting=True)
-    assert of(Kill, effects) == [Kill(OWNER, SlotId("w1"))]
-    assert "no progress for 5 s while others wait" in texts(effects)[0]
-    assert not of(BreakEra, hang(World().started(2), 8.0, waiting=True, usual_s=1.0))
-    assert not of(BreakEra, hang(World().started(2), 20.0, waiting=True, usual_s=0.0))
-    assert not of(BreakEra, hang(World().started(2), 20.0, waiting=False))
+    effects = beats(world, 5.5, WAITS, SLOW)
+    assert not of(Kill, effects) and of(BreakEra, effects)
+    (refusal,) = of(Refuse, effects)
+    assert refusal.again and "is left out (no progress for 5.1 s while others wait)" in refusal.reason
+    assert "it comes back when it is done" in texts(effects)[0]
+    assert not of(BreakEra, beats(World().started(2), 8.0, WAITS, SLOW | {"usual_s": 1.0}))
+
+
+def test_nobody_is_left_out_before_its_first_contribution_of_a_phase_or_where_nobody_waits() -> None:
+    assert not of(BreakEra, beats(World().started(2), 20.0, WAITS, {"usual_s": 0.0}))
+    assert not of(BreakEra, beats(World().started(2), 20.0, SLOW, SLOW))
+
+
+def test_it_counts_how_long_the_others_have_waited() -> None:
+    """All are in the same eight seconds of their own code, and one of them is done first."""
+    world = World().started(4)
+    assert not of(BreakEra, beats(world, 8.0, SLOW, SLOW, SLOW, SLOW))
+    assert not of(BreakEra, beats(world, 4.5, WAITS, SLOW, SLOW, SLOW))
+
+
+def test_who_holds_nothing_does_not_count_as_waiting() -> None:
+    newcomer = WAITS | {"active": False}
+    assert not of(BreakEra, beats(World().started(2), 40.0, newcomer, SLOW))
+    assert not of(BreakEra, beats(World().started(2), 40.0, newcomer, {"busy": "saving"}))
+
+
+def test_a_busy_worker_is_left_out_at_once_where_that_pays() -> None:
+    effects = beats(World().started(2), 0.4, WAITS, {"busy": "saving", "expected_s": 60.0})
+    assert of(BreakEra, effects) and "w1 is left out (saving)" in texts(effects)[0]
+    # A moment is waited for, and so is a fast worker by a slow one.
+    assert not of(BreakEra, beats(World().started(2), 0.4, WAITS, {"busy": "saving", "expected_s": 0.5}))
+    fast = {"busy": "saving", "expected_s": 60.0, "pace": 1000.0}
+    assert not of(BreakEra, beats(World().started(2), 5.0, WAITS | {"pace": 1.0}, fast))
+
+
+def test_a_busy_worker_is_not_taken_for_a_hung_one() -> None:
+    world = World().started(2)
+    beats(world, 0.4, WAITS, {"busy": "saving", "expected_s": 60.0})
+    assert not of(Kill, world.wait(2 * members.HUNG_AFTER_S, ("w0",)))
+
+
+def test_who_was_left_out_and_does_not_come_back_is_killed_in_the_end() -> None:
+    world = World().started(2)
+    beats(world, 5.5, WAITS, SLOW)
+    world.stop(1, "w0")
+    assert not of(Kill, world.wait(members.HUNG_AFTER_S - 10.0, ("w0",)))
+    assert of(Kill, world.wait(10.0, ("w0",))) == [Kill(OWNER, SlotId("w1"))]
+
+
+def test_where_nobody_may_be_left_out_a_hung_one_is_killed() -> None:
+    """Its first step of the phase has no end."""
+    world = World().started(2)
+    assert not of(Kill, beats(world, members.HUNG_AFTER_S - 1.0, WAITS, {}))
+    (killed,) = of(Kill, beats(world, 3.0, WAITS, {}))
+    assert killed == Kill(OWNER, SlotId("w1"))
+
+
+def test_who_is_ahead_of_those_who_wait_is_not_left_out() -> None:
+    """The update that it has made, and its script has acted on, would be made again without it."""
+    ahead = SLOW | {"exchange": 4}
+    assert not of(BreakEra, beats(World().started(2), 20.0, WAITS, ahead))
+
+
+def test_at_the_end_there_is_nothing_that_the_others_would_lose() -> None:
+    at_end = WAITS | {"ending": True}
+    assert not of(BreakEra, beats(World().started(2), 60.0, at_end, {"busy": "saving", "expected_s": 90.0}))
+    assert not of(BreakEra, beats(World().started(2), 60.0, at_end, SLOW))
+
+
+def test_nobody_is_left_out_below_the_least_number_of_workers() -> None:
+    world = World(min_workers=2).started(2)
+    assert not of(BreakEra, beats(world, 20.0, WAITS, SLOW))
+
+
+def test_the_end_waits_for_who_was_left_out() -> None:
+    world = World().started(2)
+    beats(world, 0.4, WAITS, {"busy": "saving", "expected_s": 60.0})
+    world.stop(1, "w0")
+    world.enter(world.state.last_era, "w0")
+    effects = world.feed(Finished(WorkerId("w0")))
+    world.exit("w0", 0)
+    effects += world.wait(30.0, ())
+    assert not of(Kill, effects) and not of(Terminate, effects) and not of(Ended, effects)
+    (end,) = of(Ended, world.exit("w1", 0) + world.wait(1.0, ()))
+    assert end.completed and end.exit_status == 0
 
 
 def test_links_that_fail_without_a_death_are_formed_anew() -> None:
@@ -639,12 +725,9 @@ def test_nor_that_of_the_kill_that_follows() -> None:
 
 
 def test_a_signal_of_ours_is_forgotten_with_its_process() -> None:
-    """A hung one was killed; the next one in its slot is killed by somebody else."""
+    """A silent one was killed; the next one in its slot is killed by somebody else."""
     world = World().started(2)
-    world.feed(Beaten(WorkerId("w0"), 1, 1, waiting=True), Beaten(WorkerId("w1"), 1, 1, usual_s=0.1))
-    for _ in range(8):
-        world.wait(1.0, ("w0",))
-        world.feed(Beaten(WorkerId("w0"), 1, 1, waiting=True), Beaten(WorkerId("w1"), 1, 1, usual_s=0.1))
+    world.wait(5.3 + losses.ASLEEP_S + 1.0, ("w0",))
     assert Kill(OWNER, SlotId("w1")) in world.effects
     world.exit("w1", -9)
     world.wait(1.0, ("w0",))

@@ -71,6 +71,13 @@ class Position:
     progress: int = 0
     waiting: bool = False
     usual_s: float = 0.0
+    since_s: float | None = None
+    """when it got there, by ``time.monotonic``"""
+    ending: bool = False
+    busy: str = ""
+    expected_s: float = 0.0
+    pace: float = 0.0
+    handoff_s: float = 0.0
 
 
 class Link:
@@ -187,6 +194,10 @@ class Link:
     def get(self, attempt: int, key: str, timeout_s: float) -> bytes:
         """The value of a key; blocks until a member of the attempt has put it."""
         return self.mailbox.key(attempt, key, timeout_s)
+
+    def tell_position(self) -> None:
+        """Do not wait for the next sign of life: the main loop is about to be away."""
+        self._queue(beat_of(self.position, time.monotonic()))
 
     def check(self) -> None:
         """Raise if the run is over for this worker."""
@@ -317,7 +328,7 @@ class Link:
             entries += [self._outbox.popleft() for _ in range(len(self._outbox))]
             if not self._leaving and time.monotonic() - beaten_s >= self._beat_every_s:
                 beaten_s = time.monotonic()
-                entries.append(_beat(self.position))
+                entries.append(beat_of(self.position, beaten_s))
             try:
                 for frame in self._lines.unsent(sends=self.sends_lines):
                     self.connection.send(encode(frame))
@@ -335,7 +346,8 @@ class _Evicted(PliantError):
     """The name is no longer on the roster."""
 
 
-def _beat(at: Position) -> Beat:
+def beat_of(at: Position, now_s: float) -> Beat:
+    """The sign of life of a worker that is there; ``now_s`` by the same clock as ``since_s``."""
     return Beat(
         era=at.era,
         round=at.round,
@@ -343,6 +355,13 @@ def _beat(at: Position) -> Beat:
         waiting=at.waiting,
         usual_s=at.usual_s,
         active=at.active if at.era > 0 else None,
+        exchange=at.exchange,
+        lasts_s=0.0 if at.since_s is None else max(0.0, now_s - at.since_s),
+        ending=at.ending,
+        busy=at.busy,
+        expected_s=at.expected_s,
+        pace=at.pace,
+        handoff_s=at.handoff_s,
     )
 
 

@@ -96,9 +96,23 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     waiting: bool = False
     """the main loop waits for others: no progress is no fault of its own"""
     usual_s: float = 0.0
-    """how long a step of its main loop usually takes; 0 before the first contribution"""
+    """how long a step of its main loop usually takes; 0 before the first contribution of a phase"""
     active: bool | None = None
     """whether it holds the whole state; None: not said. The last active member is not let go before another is"""
+    exchange: Count = 0
+    """exchanges settled so far"""
+    lasts_s: float = 0.0
+    """for how long the main loop has been where it is"""
+    ending: bool = False
+    """it waits at the end of its script, and would compute nothing meanwhile"""
+    busy: str = ""
+    """what the script has said that it is doing; empty: nothing"""
+    expected_s: float = 0.0
+    """how long that takes in all, as far as known"""
+    pace: float = 0.0
+    """samples per second; 0: not known"""
+    handoff_s: float = 0.0
+    """how long this worker took to take the state over; 0: not known"""
 
 
 class Lines(msgspec.Struct, frozen=True, tag="lines"):

@@ -114,7 +114,7 @@ def _newcomer(state: Roster, slot: Slot, event: Arrived, now_s: float) -> Step:
     slot = slot_of(state, slot.name) or slot
     number = slot.names + 1
     name = WorkerId(slot.name if number == 1 else f"{slot.name}.{number}")
-    slot = replace(slot, names=number, process=Alive(greeted=True), inherited=False, asleep_s=None)
+    slot = replace(slot, names=number, process=Alive(greeted=True), inherited=False, away=None)
     worker = Worker(name, slot.name, event.pid, Connected(event.peer), Greeted(), now_s)
     state = with_worker(with_slot(state, slot), worker)
     return state, (*effects, Admit(event.peer, name, running=state.last_era > 0))
@@ -205,7 +205,11 @@ def offered(state: Roster, worker: Worker, event: Offered, now_s: float) -> Step
     if differs is not None:
         state = without_worker(state, worker.name)
         return turned_away(state, slot, worker.line.peer, differs, now_s)
-    state = replace(state, dead_after_s=event.dead_after_s or state.dead_after_s)
+    state = replace(
+        state,
+        dead_after_s=event.dead_after_s or state.dead_after_s,
+        hung_after_s=event.hung_after_s or state.hung_after_s,
+    )
     if isinstance(worker.standing, Waiting):
         waiting = replace(worker.standing, terms=event.terms, address=event.address)
         return with_worker(state, replace(worker, standing=waiting)), ()

@@ -104,8 +104,18 @@ def finished(state: Roster, worker: Worker, now_s: float) -> Step:
         if isinstance(other.standing, Greeted | Waiting) or (isinstance(state.course, Steady) and _is_new(other)):
             state, more = dismissed(state, other, FINISHED)
             effects += more
-    idle = [slot for slot in _alive(state) if slot.fate is Fate.KEPT and worker_in(state, slot.name) is None]
-    return state, (*effects, *(Terminate(slot.agent, slot.name) for slot in idle))
+    return state, (*effects, *(Terminate(slot.agent, slot.name) for slot in _useless(state)))
+
+
+def _useless(state: Roster) -> list[Slot]:
+    """Processes that are not needed at the end; who is left out finishes what it is doing, and then ends by itself."""
+    return [
+        slot
+        for slot in _alive(state)
+        if slot.fate is Fate.KEPT
+        and worker_in(state, slot.name) is None
+        and not (slot.away is not None and slot.away.left_out)
+    ]
 
 
 def dismissed(state: Roster, worker: Worker, reason: str) -> Step:
@@ -185,8 +195,7 @@ def urged(state: Roster, now_s: float) -> Step:
             effects = tuple(Kill(slot.agent, slot.name) for slot in _alive(state))
         case Finishing(since_s=since_s, urged=False) if now_s - since_s >= grace_s:
             stage = replace(state.stage, urged=True)
-            useless = [s for s in _alive(state) if s.fate is Fate.KEPT and worker_in(state, s.name) is None]
-            effects = tuple(Kill(slot.agent, slot.name) for slot in useless)
+            effects = tuple(Kill(slot.agent, slot.name) for slot in _useless(state))
         case _:
             return state, ()
     return replace(state, stage=stage), effects
@@ -287,7 +296,7 @@ def _alive(state: Roster) -> list[Slot]:
 
 def _has_gone_silent(slot: Slot) -> bool:
     """Whether the process that was a worker a moment ago is still the slot's, and not asleep: its end is on the way."""
-    return isinstance(slot.process, Alive) and slot.process.greeted and slot.asleep_s is None
+    return isinstance(slot.process, Alive) and slot.process.greeted and slot.away is None
 
 
 def _is_going(state: Roster, slot: Slot) -> bool:

@@ -143,7 +143,11 @@ def _founded(state: Roster, now_s: float) -> Step:
     differs = difference([(worker.name, waiting.terms) for worker, waiting in ready])
     if differs is not None:
         return endings.stop(state, differs, now_s, status=1)
-    expected = [s for s in kept(state) if s.agent == owner.name and isinstance(s.process, Alive)]
+    expected = [
+        s
+        for s in kept(state)
+        if s.agent == owner.name and isinstance(s.process, Alive) and not (s.away is not None and s.away.left_out)
+    ]
     there = {worker.slot for worker, _ in ready if isinstance(worker.line, Connected)}
     if now_s < state.trusting_until_s or any(slot.name not in there for slot in expected):
         return state, ()

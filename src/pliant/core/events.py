@@ -41,14 +41,15 @@ class Arrived(msgspec.Struct, frozen=True):
 class Offered(msgspec.Struct, frozen=True):
     """The worker wants to be a member of the next era.
 
-    ``dead_after_s`` is the script's setting, if it has one. ``length`` is that of the dataset it enlists with,
-    ``recorded`` that of the same call in the journal, where it is known.
+    ``dead_after_s``, ``hung_after_s`` are the script's settings, if it has any. ``length`` is that of the dataset it
+    enlists with, ``recorded`` that of the same call in the journal, where it is known.
     """
 
     worker: WorkerId
     terms: Terms
     address: str = ""
     dead_after_s: float | None = None
+    hung_after_s: float | None = None
     length: int | None = None
     recorded: int | None = None
 
@@ -64,6 +65,20 @@ class Beaten(msgspec.Struct, frozen=True):
     active: bool | None = None
     era: int | None = None
     """the one it is in, or was in last; None: not said"""
+    exchange: int | None = None
+    """exchanges settled so far; None: not said"""
+    lasts_s: float = 0.0
+    """for how long its main loop has been where it is"""
+    ending: bool = False
+    """it waits at the end of its script"""
+    busy: str = ""
+    """what its script has said that it is doing"""
+    expected_s: float = 0.0
+    """how long that takes in all, as far as known"""
+    pace: float = 0.0
+    """samples per second; 0: not known"""
+    handoff_s: float = 0.0
+    """how long it took to take the state over; 0: not known"""
 
 
 class Leaving(msgspec.Struct, frozen=True):

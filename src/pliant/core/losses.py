@@ -2,9 +2,9 @@
 
 Question  Which worker does not take part any more, without having said so?
 Holds     A process that is known to have ended is lost at once; a closed connection needs a second witness or half a
-          second; silence needs ``dead_after``. A main loop that stands still counts as hung only while others wait
-          for it. A lost worker's name never comes back. Within the patience of a new coordinator, or of one that was
-          itself asleep, absence proves nothing.
+          second; silence needs ``dead_after``. Whose main loop stands still while others wait is left out, and killed
+          much later (``slowness``). A lost worker's name never comes back. Within the patience of a new coordinator,
+          or of one that was itself asleep, absence proves nothing.
 Source    ours; docs/protocol.md, docs/design/0007-elastic.md.
 """
 
@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from pliant.core import slowness
 from pliant.core.events import Dismiss, Effect, Kill, Note, Refuse
 from pliant.core.members import (
     COOLDOWN_S,
     Alive,
+    Away,
     Connected,
     Cut,
     Departing,
@@ -39,9 +41,6 @@ from pliant.core.members import (
 RECONNECT_S = 0.5
 """A worker that lives finds its coordinator again within a few tenths of a second."""
 
-HUNG_STEPS = 10
-"""A main loop that takes so many times its usual step while others wait is hung."""
-
 ASLEEP_S = 30.0
 """A process that was silent may wake up and come back by itself; after this long it is ended and started again."""
 
@@ -57,10 +56,10 @@ def lose(
     *,
     kind: str = "lost",
     kill: bool = False,
-    asleep: bool = False,
+    away: Away | None = None,
     again: bool = True,
 ) -> Step:
-    """Take a worker off the roster; ``what`` completes "w2 …"."""
+    """Take a worker off the roster; ``what`` completes "w2 …"; ``away``: its process lives, and may come back."""
     if isinstance(state.stage, Stopping):
         return without_worker(state, worker.name), ()
     effects: list[Effect] = []
@@ -77,7 +76,8 @@ def lose(
                 state = with_slot(state, slot)
             state = replace(state, broken=state.broken or text, last_loss=(text, worker.slot))
             rest = [other.name for other, _ in members_of(state)]
-            effects.append(Note(kind, f"{text}: {listed(rest)}", worker.name, quiet=not rest))
+            returns = "; it comes back when it is done" if away is not None and away.left_out else ""
+            effects.append(Note(kind, f"{text}: {listed(rest)}{returns}", worker.name, quiet=not rest))
         case Departing():
             state = with_slot(state, replace(slot, fate=Fate.LEFT))
             effects.append(Note("left", f"{worker.name} left", worker.name))
@@ -86,8 +86,8 @@ def lose(
     if kill and isinstance(slot.process, Alive):
         effects.append(Kill(slot.agent, slot.name))
     now = slot_of(state, worker.slot)
-    if asleep and now is not None:
-        state = with_slot(state, replace(now, asleep_s=now_s))
+    if away is not None and now is not None:
+        state = with_slot(state, replace(now, away=away))
     return state, tuple(effects)
 
 
@@ -116,8 +116,8 @@ def judged(state: Roster, now_s: float) -> Step:
                 more = ()
         effects += more
     for slot in state.slots:
-        if slot.asleep_s is not None and now_s - slot.asleep_s > ASLEEP_S:
-            state = with_slot(state, replace(slot, asleep_s=None))
+        if slot.away is not None and now_s > slot.away.kill_s:
+            state = with_slot(state, replace(slot, away=None))
             effects += (Kill(slot.agent, slot.name),) if isinstance(slot.process, Alive) else ()
     return state, effects
 
@@ -125,23 +125,20 @@ def judged(state: Roster, now_s: float) -> Step:
 def _watched(state: Roster, worker: Worker, member: Member, now_s: float) -> Step:
     if now_s - worker.heard_s > state.dead_after_s:
         what = f"was lost (no sign of life for {state.dead_after_s:g} s)"
-        return lose(state, worker, what, now_s, asleep=True)
-    patience_s = max(state.dead_after_s, HUNG_STEPS * member.usual_s)
-    busy = member.usual_s > 0 and not member.waiting and member.stopped_s is None
-    if busy and now_s - member.progress_s > patience_s and _is_awaited(state, worker):
-        what = f"was lost (no progress for {patience_s:g} s while others wait)"
-        return lose(state, worker, what, now_s, kind="hung", kill=True)
-    return state, ()
+        return lose(state, worker, what, now_s, away=Away(now_s, now_s + ASLEEP_S))
+    lasts_s = now_s - member.progress_s
+    match slowness.judged(state, worker, member, now_s):
+        case slowness.Verdict.HUNG:
+            what = f"was lost (hung: no progress for {lasts_s:.0f} s while others wait)"
+            return lose(state, worker, what, now_s, kind="hung", kill=True)
+        case slowness.Verdict.LEFT_OUT:
+            why = member.busy or f"no progress for {lasts_s:.1f} s while others wait"
+            away = Away(now_s, slowness.kill_s(state, member, now_s), left_out=True, busy=member.busy)
+            return lose(state, worker, f"is left out ({why})", now_s, kind="left out", away=away)
+        case slowness.Verdict.GOES_ON:
+            return state, ()
 
 
 def _is_witnessed(state: Roster, worker: Worker) -> bool:
     """Whether another member's collective failed."""
     return any(member.failed for other, member in members_of(state) if other.name != worker.name)
-
-
-def _is_awaited(state: Roster, worker: Worker) -> bool:
-    return any(
-        member.waiting or member.stopped_s is not None
-        for other, member in members_of(state)
-        if other.name != worker.name
-    )

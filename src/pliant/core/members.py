@@ -21,6 +21,9 @@ from pliant.types import WorkerId
 DEAD_AFTER_S = 5.0
 """A member that gave no sign of life for this long is lost."""
 
+HUNG_AFTER_S = 600.0
+"""A process that gives signs of life but no progress is killed after this long."""
+
 GRACE_S = 5.0
 """Between asking a worker to stop, terminating it and killing it."""
 
@@ -106,6 +109,18 @@ class Urge(enum.IntEnum):
     KILLED = 2
 
 
+class Away(msgspec.Struct, frozen=True):
+    """The process lives, but is off the roster; it comes back by itself when its main loop gets on."""
+
+    since_s: float
+    kill_s: float
+    """when it is ended, and started again"""
+    left_out: bool = False
+    """it gave signs of life, but the others did not wait for it"""
+    busy: str = ""
+    """what its script has said that it is doing"""
+
+
 class Slot(msgspec.Struct, frozen=True):
     """A place for one process. ``agent`` is empty while the launcher has not come back to a new coordinator."""
 
@@ -127,8 +142,8 @@ class Slot(msgspec.Struct, frozen=True):
     """named by an earlier coordinator, and its present process has not been heard by this one"""
     unjoined: int = 0
     """processes in a row that failed before they called ``join``"""
-    asleep_s: float | None = None
-    """since when its process, which lives, is off the roster for its silence"""
+    away: Away | None = None
+    """its process, which lives, is off the roster"""
     urged: Urge = Urge.ASKED
     """the firmest signal that was sent to its present process"""
 
@@ -172,6 +187,7 @@ class Member(msgspec.Struct, frozen=True):
     era: int = 0
     """the last one it said it was in; 0 for a newcomer"""
     exchange: int = 0
+    """exchanges settled, as far as it has said"""
     active: bool | None = None
     """whether it holds the whole state; None: not known, and believed once it is in an era"""
     stopped_s: float | None = None
@@ -187,9 +203,21 @@ class Member(msgspec.Struct, frozen=True):
     """it was the coordinator that asked it to go"""
     progress: int = 0
     progress_s: float = 0.0
-    """when its main loop was last known to get on"""
+    """since when its main loop is where it is"""
     waiting: bool = False
+    """its main loop waits for others"""
+    ending: bool = False
+    """... at the end of its script"""
     usual_s: float = 0.0
+    """of a step of its main loop; 0: not known in this phase"""
+    busy: str = ""
+    """what its script has said that it is doing; empty: nothing"""
+    expected_s: float = 0.0
+    """how long that takes in all, as far as known"""
+    pace: float = 0.0
+    """samples per second; 0: not known"""
+    handoff_s: float = 0.0
+    """how long it took to take the state over; 0: not known"""
 
     @property
     def is_active(self) -> bool:
@@ -319,6 +347,7 @@ class Roster(msgspec.Struct, frozen=True):
     term: int
     started_s: float
     dead_after_s: float = DEAD_AFTER_S
+    hung_after_s: float = HUNG_AFTER_S
     stage: Stage = Gathering()
     course: Course = Idle()
     agents: tuple[Agent, ...] = ()

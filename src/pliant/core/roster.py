@@ -232,20 +232,30 @@ def _beaten(state: Roster, worker: Worker, beat: Beaten, now_s: float) -> Roster
     member = worker.standing
     if not isinstance(member, Member):
         return state
-    moved = beat.waiting or beat.waiting != member.waiting or beat.progress != member.progress
     # What it held in an era before the present one says nothing: it may have been behind.
     present = state.course.start.era if isinstance(state.course, Forming) else member.era
     tells = beat.active is not None and (beat.era is None or beat.era >= present)
     member = replace(
         member,
+        exchange=member.exchange if beat.exchange is None or member.stopped_s is not None else beat.exchange,
         progress=beat.progress,
-        progress_s=now_s if moved else member.progress_s,
+        progress_s=member.progress_s if _is_where_it_was(member, beat) else now_s - beat.lasts_s,
         waiting=beat.waiting,
+        ending=beat.ending,
         usual_s=beat.usual_s,
+        busy=beat.busy,
+        expected_s=beat.expected_s,
+        pace=beat.pace,
+        handoff_s=beat.handoff_s,
         active=beat.active if tells and member.stopped_s is None else member.active,
     )
     # A round is an exchange: who has applied one holds a state that a new start would lose.
     return replace(with_standing(state, worker, member), settled=max(state.settled, min(beat.round, 1)))
+
+
+def _is_where_it_was(member: Member, beat: Beaten) -> bool:
+    """Whether its main loop has not moved since it was heard last."""
+    return beat.progress == member.progress and beat.waiting == member.waiting
 
 
 def _leaving(state: Roster, worker: Worker, reason: str, now_s: float) -> Step:

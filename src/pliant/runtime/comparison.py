@@ -28,7 +28,7 @@ from pliant.runtime.update import Training
 _LEAST = 1e-6
 # Say when a worker is lost and where checkpoints go, and nothing about what is computed; a loss scale is taken out
 # again, and a script that was made for a GPU has none where it is replayed without one.
-_OF_NO_EFFECT = ("dead_after", "checkpoint", "scaler")
+_OF_NO_EFFECT = ("dead_after", "hung_after", "checkpoint", "scaler")
 
 NAMES = {Kind.TRAIN: "batches", Kind.EVALUATE: "evaluate"}
 """What the script calls to open a phase."""

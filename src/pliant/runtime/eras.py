@@ -17,7 +17,6 @@ import msgspec
 from msgspec.structs import replace
 
 from pliant.control import messages
-from pliant.control.client import Position
 from pliant.control.messages import EraPlan
 from pliant.core import drawing
 from pliant.core.group import Group, Past, Standing
@@ -28,6 +27,7 @@ from pliant.runtime.place import Place, Seat
 from pliant.runtime.takeover import Recipient, Takeover
 from pliant.runtime.update import Training
 from pliant.types import WorkerId
+from pliant.worker.progress import Progress
 
 _ENTRY = struct.Struct("<qqqqqqqqqBqqqB")
 # A loop over batches, and an evaluate inside it.
@@ -137,9 +137,8 @@ class Eras:
         """who has run it for the last such update"""
         self._addresses: Mapping[str, str] = {}
         """where the members of the present era hand their state on"""
-        self._steps = 0
-        self._usual_s = 0.0
-        self._last_s: float | None = None
+        self.loop = Progress()
+        """what the coordinator hears about the main loop"""
 
     @property
     def rewinds(self) -> int:
@@ -182,25 +181,10 @@ class Eras:
             self.place.link.leaving(reason)
             self._in_time = self._overdue()
 
-    def progress(self, group: Group, standing: Standing, now_s: float, *, waiting: bool) -> None:
+    def progress(self, group: Group, standing: Standing, now_s: float, *, waiting: bool, ending: bool) -> None:
         """Note how far the main loop is; the link's thread tells it."""
-        if standing is not Standing.ACTIVE:
-            # Before its first contribution (compilation) nobody knows how long a step takes.
-            self._usual_s, self._last_s = 0.0, None
-        else:
-            if not waiting and self._last_s is not None:
-                step_s = now_s - self._last_s
-                self._usual_s = step_s if self._usual_s == 0.0 else 0.8 * self._usual_s + 0.2 * step_s
-            self._last_s = now_s
-        self._steps += 1
-        self.place.link.position = Position(
-            era=group.era,
-            exchange=group.exchange,
-            round=group.round,
-            active=standing is not Standing.FOLLOWING and self.holds_all,
-            progress=self._steps,
-            waiting=waiting,
-            usual_s=self._usual_s,
+        self.place.link.position = self.loop.noted(
+            self.place.me, group, standing, now_s, holds_all=self.holds_all, waiting=waiting, ending=ending
         )
 
     # -- handing on

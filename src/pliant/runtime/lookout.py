@@ -9,7 +9,8 @@ Source    docs/protocol.md ("Unplanned change", "Handing the state on").
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pliant.runtime.channels import Channels
@@ -47,6 +48,8 @@ class Lookout:
         """in there: whether the model holds other weights for a while"""
         self.follows_updates = False
         """whether it does anything with them"""
+        self.ending = False
+        """the script has come to its end"""
 
     def check_era(self) -> None:
         """Raise what was remembered while a round was being settled."""
@@ -97,7 +100,25 @@ class Lookout:
         """Note how far this worker is."""
         member = self._member
         if member.eras is not None:
-            member.eras.progress(member.group, member.standing, self._clock(), waiting=waiting)
+            member.eras.progress(member.group, member.standing, self._clock(), waiting=waiting, ending=self.ending)
+
+    @contextmanager
+    def busy(self, what: str, seconds: float | None) -> Iterator[None]:
+        """The script does something of its own for a while: the others need not wait for it."""
+        eras = self._member.eras
+        if eras is None:
+            yield
+            return
+        start_s = self._clock()
+        eras.loop.begin(what, seconds)
+        self.progress()
+        eras.place.link.tell_position()
+        try:
+            yield
+        finally:
+            eras.loop.end(self._clock() - start_s)
+            self.progress()
+            eras.place.link.tell_position()
 
     def wait(self, summation: Any, meanwhile: Callable[[], None] | None = None) -> float:
         """Wait until the exchange is over; the seconds it took. Raises when the era or the run has ended instead."""

@@ -87,11 +87,14 @@ class Membership:
         carried: dict[str, Any],
         eras: Eras | None = None,
         at_end: Callable[[], None] | None = None,
+        run: str = "",
     ) -> None:
         self.worker = worker
         self.size = size
         """largest micro-batch of this worker, where the launcher sets one"""
         self.carried = carried
+        self.run = run
+        """tells this run from all others; empty: there is no job"""
         self._eras = eras
         self._at_end = at_end
         """what to do with the final state before it is the script's alone"""
@@ -285,7 +288,15 @@ def _entered(job: Job, link: Link, offer: Offer) -> Membership:
     _leave_on_sigterm(worker)
     if not link.mailbox.welcome.running:
         worker.found()
-    return Membership(worker, job.size, offer.carried, eras, lambda: _leave_weights(worker, offer.model, job.directory))
+    return Membership(
+        worker,
+        job.size,
+        offer.carried,
+        eras,
+        lambda: _leave_weights(worker, offer.model, job.directory),
+        # Of all that names a run only its token is drawn by chance.
+        run=journal.digest_of(b"run", job.token.encode()),
+    )
 
 
 def _leave_weights(worker: Worker, model: nn.Module, directory: str) -> None:
@@ -294,7 +305,7 @@ def _leave_weights(worker: Worker, model: nn.Module, directory: str) -> None:
         return
     try:
         with worker.training.plain():
-            weights.save(model, Path(directory) / weights.FINAL, {"round": str(worker.group.round)})
+            weights.save(model, Path(directory) / weights.FINAL, round_=worker.group.round)
     except (OSError, SafetensorError) as error:
         print(f"pliant: the final weights are not in {directory}: {error}", file=sys.stderr)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,10 @@ class Player:
 
     def note_progress(self) -> None:
         """Nobody waits."""
+
+    def busy(self, what: str, seconds: float | None) -> AbstractContextManager[None]:
+        """Nobody waits here."""
+        return nullcontext()
 
     def gathered(self, phase: int, *, everywhere: bool) -> list[tuple[MicroBatch, bytes]] | None:
         """What the ``evaluate`` that has just ended has gathered: a replay has no leader."""

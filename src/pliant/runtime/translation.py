@@ -7,6 +7,7 @@ Source    ours; docs/protocol.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import assert_never
 
@@ -18,6 +19,8 @@ from pliant.types import WorkerId
 
 TEXT_LENGTH = 2000
 """Of a line for people: what a worker failed with may be a tensor in words."""
+
+_BUSY_LETTERS = 100
 
 LEAST_DEAD_AFTER_S = 0.1
 """Below it every worker would be lost at once, whatever a script says."""
@@ -49,6 +52,8 @@ def word(slot: members.Slot, worker: members.Worker | None) -> str:
     match slot.process:
         case members.Alive(greeted=False):
             return "starting"
+        case members.Alive() if slot.away is not None and slot.away.left_out:
+            return f"busy: {slot.away.busy}" if slot.away.busy else "left out"
         case members.Alive():
             return "lost"
         case members.Exited(restart_s=float()):
@@ -87,8 +92,7 @@ def event(worker: WorkerId, message: messages.FromWorker, calls: Sequence[PhaseR
         case messages.Ready():
             return _offer(worker, message, calls)
         case messages.Beat():
-            m = message
-            return events.Beaten(worker, m.round, m.progress, m.waiting, m.usual_s, m.active, m.era)
+            return _beaten(worker, message)
         case messages.Leaving(reason=reason):
             return events.Leaving(worker, first_line(reason))
         case messages.Stopped(era=era, exchange=exchange, active=active, failed=failed, whole=whole):
@@ -105,19 +109,49 @@ def event(worker: WorkerId, message: messages.FromWorker, calls: Sequence[PhaseR
             assert_never(message)
 
 
-def _offer(worker: WorkerId, ready: messages.Ready, calls: Sequence[PhaseRecord]) -> events.Offered:
+def _beaten(worker: WorkerId, beat: messages.Beat) -> events.Beaten:
+    """Times are a worker's own word: what is no number counts as nothing."""
+    lasts_s, expected_s, pace, handoff_s = (
+        value if 0.0 <= value < math.inf else 0.0
+        for value in (beat.lasts_s, beat.expected_s, beat.pace, beat.handoff_s)
+    )
+    return events.Beaten(
+        worker,
+        beat.round,
+        beat.progress,
+        beat.waiting,
+        beat.usual_s,
+        beat.active,
+        beat.era,
+        beat.exchange,
+        lasts_s,
+        beat.ending,
+        first_line(beat.busy)[:_BUSY_LETTERS],
+        expected_s,
+        pace,
+        handoff_s,
+    )
+
+
+def _seconds(ready: messages.Ready, name: str, least_s: float) -> float | None:
+    """A setting of the script; None where it has none, or one that makes no sense."""
     try:
-        dead_after_s = float(ready.signature.settings["dead_after"])
+        given_s = float(ready.signature.settings[name])
     except (KeyError, ValueError):
-        dead_after_s = 0.0
+        return None
+    return given_s if given_s >= least_s else None
+
+
+def _offer(worker: WorkerId, ready: messages.Ready, calls: Sequence[PhaseRecord]) -> events.Offered:
     length: int | None = None
     recorded: int | None = None
     call = ready.call
     # Where the tasks differ, the group says so when the call is made.
     if call is not None and 0 <= call.place < len(calls) and calls[call.place].task == call.task:
         length, recorded = call.length, calls[call.place].length
-    given_s = dead_after_s if dead_after_s >= LEAST_DEAD_AFTER_S else None
-    return events.Offered(worker, terms(ready.signature), ready.address, given_s, length, recorded)
+    dead_after_s = _seconds(ready, "dead_after", LEAST_DEAD_AFTER_S)
+    hung_after_s = _seconds(ready, "hung_after", LEAST_DEAD_AFTER_S)
+    return events.Offered(worker, terms(ready.signature), ready.address, dead_after_s, hung_after_s, length, recorded)
 
 
 def arrival(peer: int, hello: messages.Hello) -> events.Arrived:

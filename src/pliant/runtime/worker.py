@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from msgspec.structs import replace
@@ -76,7 +77,7 @@ class Worker:
         saving: Saving | None = None,
         carried: Mapping[str, Any] | None = None,
         pace: float = 1.0,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.training = training
@@ -289,6 +290,7 @@ class Worker:
         if self._exchanges.came_along and self._eras is not None:
             self._eras.keep_users_state(self._member.script.position)
             self._lookout.rest()
+        self._lookout.progress()
 
     def _stay_without_state(self) -> None:
         """Who does not hold the state does not run the code after the last call: it would do so on wrong weights.
@@ -409,6 +411,8 @@ class Worker:
         if self._bounds.next() is not None and not work.flight.summation.over:
             return False
         outcome = self._exchanges.settle(in_body=True)
+        # The script's own code is next: how far it is has to be known while it is in there.
+        self._lookout.progress()
         if outcome.kind is Kind.TRAIN:
             # An exchange of an ``evaluate`` in the loop's body says nothing about the loop.
             work.drawn_since_update = not outcome.seen
@@ -459,6 +463,10 @@ class Worker:
         """This worker computes, though no exchange shows it."""
         self._lookout.progress()
 
+    def busy(self, what: str, seconds: float | None) -> AbstractContextManager[None]:
+        """The script does something of its own for a while: the others need not wait for it."""
+        return self._lookout.busy(what, seconds)
+
     def gathered(self, phase: int, *, everywhere: bool) -> list[tuple[MicroBatch, bytes]] | None:
         """What an ``evaluate`` that has just ended has gathered, as far as this worker has it.
 
@@ -484,6 +492,7 @@ class Worker:
     def _ended(self) -> None:
         if self._eras is not None and not self._eras.enlisted:
             return
+        self._lookout.ending = True
         while not self.group.over:
             self._look_around()
             # Now: once the others have reached their end, nobody can be asked any more.

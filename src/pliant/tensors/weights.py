@@ -2,15 +2,18 @@
 
 Question  What does ``run.save`` write, and what does a run leave behind?
 Holds     A plain state dict in safetensors; shared parameters are stored once, under their first name. A file is whole
-          or not there.
+          or not there. Weights of a run are never put over later ones of the same run.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -18,8 +21,11 @@ FINAL = "weights.safetensors"
 """in a run's directory: the weights at its end"""
 
 
-def save(model: nn.Module, path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write what the model holds now."""
+def save(model: nn.Module, path: Path, *, round_: int, run: str = "") -> bool:
+    """Write what the model holds now, after ``round_`` of ``run``; False: a later round of that run is there already.
+
+    A leader that was away for a long save may find that the next leader has saved since.
+    """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict().items():
@@ -27,8 +33,39 @@ def save(model: nn.Module, path: Path, metadata: Mapping[str, str] | None = None
             seen.add(tensor.data_ptr())
             tensors[name] = tensor.detach().contiguous()
     part = path.with_name(f".{path.name}.{os.getpid()}")
+    metadata = {"round": str(round_), **({"run": run} if run else {})}
     try:
-        save_file(tensors, str(part), metadata=dict(metadata) if metadata else None)
-        part.replace(path)
+        save_file(tensors, str(part), metadata=metadata)
+        with _alone_in(path.parent):
+            if run and _round_in(path, run) > round_:
+                return False
+            part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+    return True
+
+
+def size_of(model: nn.Module) -> int:
+    """Bytes that ``save`` writes, about."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+
+
+def _round_in(path: Path, run: str) -> int:
+    """The round of ``run`` that the file holds; -1: none."""
+    with suppress(OSError, SafetensorError, ValueError), safe_open(str(path), framework="pt") as file:
+        metadata = file.metadata() or {}
+        if metadata.get("run") == run:
+            return int(metadata.get("round", "-1"))
+    return -1
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """No two workers of this machine look and replace at once; not every file system can lock."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -60,6 +60,8 @@ class Checker:
         """the user's state has gone with the last worker that had it"""
         self._updates: dict[tuple[int, int], tuple[str, object]] = {}
         """by era and round: who followed its update first, and with which weights and buffers"""
+        self._leaders: dict[int, str] = {}
+        """by round: who has printed and written for it"""
         self._flipped: set[str] = set()
         """whose weights were changed"""
         self._changed: set[str] = set()
@@ -90,6 +92,11 @@ class Checker:
             raise Violation(text)
 
     # -- workers
+
+    def led(self, name: str, round_: int) -> None:
+        """A script has seen an update, and is the one that prints and writes for it."""
+        first = self._leaders.setdefault(round_, name)
+        self.require(first == name, f"{first} and {name} both lead at round {round_}")
 
     def passed(self, link: VirtualLink, group: Group, training: VirtualTraining, what: str) -> None:
         """A worker has settled an exchange, or entered an era."""

@@ -122,6 +122,15 @@ def _hang(simulation: Simulation, fault: Fault, about: str | None) -> None:
         victim[0].hung_until_s = simulation.world.now_s + fault.lasts_s
 
 
+def _save(simulation: Simulation, fault: Fault, about: str | None) -> None:
+    """The script does something of its own for a while, the next time that it is in its loop."""
+    victim = _victim(simulation, fault, about)
+    if victim is not None:
+        _impaired(simulation, victim[1], simulation.world.now_s + 2 * fault.lasts_s)
+        simulation.quiet_s = max(simulation.quiet_s, simulation.world.now_s + 2 * fault.lasts_s)
+        victim[1].saves_s, victim[1].says_so = fault.lasts_s, simulation.world.chance(0.5)
+
+
 def _slow(simulation: Simulation, fault: Fault, about: str | None) -> None:
     victim = _victim(simulation, fault, about)
     if victim is not None:
@@ -242,6 +251,7 @@ _DOES: dict[str, Callable[[Simulation, Fault, str | None], None]] = {
     "kill": _kill,
     "pause": _pause,
     "hang": _hang,
+    "save": _save,
     "slow": _slow,
     "leave": _terminate,
     "drain": _drain,

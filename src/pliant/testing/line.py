@@ -141,6 +141,9 @@ class VirtualLink(Link):
         self.process.world.note("stopped", self.worker, era, exchange, active, whole, failed[:40])
         super().stopped(era, exchange, active=active, whole=whole, failed=failed)
 
+    def tell_position(self) -> None:
+        self._queue(client.beat_of(self.position, self.process.world.now_s))
+
     def put(self, attempt: int, key: str, value: bytes) -> None:
         if self.process.alive:
             super().put(attempt, key, value)
@@ -185,7 +188,7 @@ class VirtualLink(Link):
         entries += [self._outbox.popleft() for _ in range(len(self._outbox))]
         if not self._leaving and world.now_s - self._beaten_s >= self._beat_every_s - 1e-9:
             self._beaten_s = world.now_s
-            entries.append(client._beat(self.position))
+            entries.append(client.beat_of(self.position, world.now_s))
         try:
             for frame in self._lines.unsent(sends=self.sends_lines):
                 self.connection.send(encode(frame))

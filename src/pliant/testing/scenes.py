@@ -38,6 +38,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "drift": ("drift",),
     "drifting": ("drift", "drift", "drift", "join", "kill", "leave", "drain", "pause", "crash"),
     "evaluations": ("kill", "kill", "join", "leave", "drain", "pause", "cut"),
+    "saves": ("save", "save", "save", "hang", "kill", "join", "leave", "crash", "scale"),
 }  # fmt: skip
 """scene → the faults that it is drawn from"""
 
@@ -118,7 +119,7 @@ def drawn(name: str, seed: int) -> Scene:
     if name == "handoffs":
         faults = (Fault("join", at_s=chance.uniform(0.2, 0.4)), *(_at_handoff(chance, fault) for fault in faults))
     may_fail = any(
-        fault.what in ("kill", "leave", "drain", "pause", "hang", "isolate", "block", "scale", "drift")
+        fault.what in ("kill", "leave", "drain", "pause", "hang", "save", "isolate", "block", "scale", "drift")
         for fault in faults
     )
     return replace(scene, faults=faults, may_fail=may_fail)
@@ -157,7 +158,7 @@ def _latecomers(chance: random.Random, scene: Scene) -> Scene:
 def _fault(chance: random.Random, what: str, scene: Scene) -> Fault:
     lasts_s = 0.0
     dead_s = scene.dead_after_s
-    if what in ("pause", "hang", "isolate", "block", "slow"):
+    if what in ("pause", "hang", "isolate", "block", "slow", "save"):
         lasts_s = dead_s * chance.choice((0.1, 0.5, 0.95, 1.05, 1.5, 2.5))
     elif what == "crash":
         lasts_s = chance.choice((0.05, 0.3, 1.0))

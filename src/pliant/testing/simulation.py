@@ -10,6 +10,7 @@ Source    ours; docs/design/0007-elastic.md.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -81,6 +82,7 @@ class Scene(msgspec.Struct, frozen=True):
     """... and adds a parameter group"""
     buffers: int = 0
     dead_after_s: float = 1.0
+    hung_after_s: float = 6.0
     slowest_s: float = 0.002
     """of a control message"""
     sum_s: float = 0.004
@@ -285,6 +287,10 @@ class Script:
         self.epoch = 0
         self.impaired_until_s = 0.0
         """until then it does not hear, speak, or get on"""
+        self.saves_s = 0.0
+        """how long what it does of its own takes, when it comes to it next"""
+        self.says_so = False
+        """... and it tells the others"""
 
     @property
     def name(self) -> str:
@@ -354,7 +360,8 @@ class Script:
             "journal": witness,
             "trained": self.training.trained,
         }
-        described = Signature("sim", [("p", [1], "float32")], {"dead_after": repr(scene.dead_after_s)})
+        settings = {"dead_after": repr(scene.dead_after_s), "hung_after": repr(scene.hung_after_s)}
+        described = Signature("sim", [("p", [1], "float32")], settings)
 
         def placed(link: VirtualLink) -> Place:
             forming: list[VirtualForming] = []
@@ -474,7 +481,11 @@ class Script:
             self.training.buffers.forward(positions)
             count = float(len(positions))
             worker.contribute(count, count, self._backward(epoch, positions), whole=True)
-            if worker.step():
+            updated = worker.step()
+            if updated and worker.leads:
+                self.simulation.checker.led(self.name, worker.group.round)
+            self._save()
+            if updated:
                 self.state["count"] += 1
                 world.note("seen", self.name, worker.group.exchange, self.state["count"])
                 if not scene.follows_updates:
@@ -483,6 +494,14 @@ class Script:
                     for _ in range(scene.in_a_row):
                         self._evaluate(epoch)
         worker.left()
+
+    def _save(self) -> None:
+        """The script does something of its own, with or without a word."""
+        lasts_s, self.saves_s = self.saves_s, 0.0
+        if lasts_s > 0:
+            self.process.world.note("saves", self.name, self.says_so)
+            with self._worker.busy("saving", None) if self.says_so else nullcontext():
+                self.process.compute(lasts_s)
 
     def _updated(self, update: Update) -> None:
         """``on_update``: the user's state counts updates, wherever it comes from."""

@@ -1,0 +1,103 @@
+"""What the coordinator hears about a worker's main loop.
+
+Question  Does the main loop get on, wait, or do something of its own, for how long, and what would a return cost?
+Holds     Noting costs next to nothing. A step of the loop counts from one note to the next; waiting and what the script
+          has said that it is busy with are no steps. Of a new phase no step is known before its first one is done.
+Source    docs/design/0022-slow-is-not-hung.md.
+"""
+
+from __future__ import annotations
+
+from pliant.control.client import Position
+from pliant.core.group import Group, Standing
+from pliant.types import WorkerId
+
+# A step that takes another time than usual is believed by a fifth: about ten of them make a new habit.
+_KEEP = 0.8
+
+FIRST_TIME_S = 5.0
+"""Who says that it is busy expects to be away for a while; the second time the first one is remembered."""
+
+
+class Progress:
+    """One worker's own account of itself."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._usual_s = 0.0
+        self._since_s: float | None = None
+        """when the step under way began; None: none is"""
+        self._phase: int | None = None
+        self._busy: list[tuple[str, float]] = []
+        """what the script is busy with, and how long that takes, innermost last"""
+        self._took_s: dict[str, float] = {}
+        """how long it took the last time"""
+        self._taking_since_s: float | None = None
+        self._handoff_s = 0.0
+
+    def noted(
+        self,
+        me: WorkerId,
+        group: Group,
+        standing: Standing,
+        now_s: float,
+        *,
+        holds_all: bool,
+        waiting: bool,
+        ending: bool,
+    ) -> Position:
+        """How far the main loop is."""
+        self._count(group, standing, now_s, waiting=waiting)
+        self._time_handoff(now_s, holds_all=holds_all)
+        busy, expected_s = self._busy[-1] if self._busy else ("", 0.0)
+        return Position(
+            era=group.era,
+            exchange=group.exchange,
+            round=group.round,
+            active=standing is not Standing.FOLLOWING and holds_all,
+            progress=self._steps,
+            waiting=waiting,
+            usual_s=self._usual_s,
+            since_s=now_s,
+            ending=ending and waiting,
+            busy=busy,
+            expected_s=expected_s,
+            pace=_pace(group, me),
+            handoff_s=self._handoff_s,
+        )
+
+    def _count(self, group: Group, standing: Standing, now_s: float, *, waiting: bool) -> None:
+        self._steps += 1
+        phase = group.phase.number if group.open else None
+        if standing is not Standing.ACTIVE or phase != self._phase:
+            # Before its first contribution (compilation, a longer sample) a step may take any time.
+            self._usual_s, self._since_s = 0.0, None
+        self._phase = phase
+        if self._since_s is not None:
+            step_s = now_s - self._since_s
+            self._usual_s = step_s if self._usual_s == 0.0 else _KEEP * self._usual_s + (1 - _KEEP) * step_s
+        self._since_s = None if waiting or self._busy or standing is not Standing.ACTIVE else now_s
+
+    def _time_handoff(self, now_s: float, *, holds_all: bool) -> None:
+        if not holds_all and self._taking_since_s is None:
+            self._taking_since_s = now_s
+        elif holds_all and self._taking_since_s is not None:
+            self._handoff_s, self._taking_since_s = now_s - self._taking_since_s, None
+
+    def begin(self, what: str, seconds: float | None) -> None:
+        """The script does something of its own."""
+        self._busy.append((what, self._took_s.get(what, FIRST_TIME_S) if seconds is None else seconds))
+        # The step that it interrupts says nothing about the usual one.
+        self._since_s = None
+
+    def end(self, took_s: float) -> None:
+        """It is done with what it began last."""
+        what, _ = self._busy.pop()
+        self._took_s[what] = took_s
+
+
+def _pace(group: Group, me: WorkerId) -> float:
+    """Samples per second; 0: not known."""
+    if not group.training.measured or me not in group.roster:
+        return 0.0
+    return group.training.paces()[group.roster.index(me)]
