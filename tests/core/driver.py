@@ -482,7 +482,7 @@ class VirtualWorker:
     def _conclude(self, gathered: list[Ticket]) -> None:
         mismatch = agreement.compared(self.group, gathered)
         assert mismatch is None, mismatch.reason
-        self.group = rounds.concluded(self.group)
+        self.group = rounds.concluded(self.group, gathered)
         self.states.append(self.group)
 
     # what may be drawn

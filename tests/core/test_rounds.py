@@ -11,7 +11,7 @@ from scenes import scenes
 
 from pliant.core import agreement, ledger, overlap, rounds
 from pliant.core.agreement import Mismatch
-from pliant.core.group import Group, Policy, founded
+from pliant.core.group import Group, Policy, Standing, founded
 from pliant.core.journal import ExchangeRecord, PhaseEndRecord, PhaseRecord, RoundRecord
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import WorkerId
@@ -237,6 +237,17 @@ def test_in_a_loop_that_has_ended_those_in_its_body_come_first(outside: dict[str
         assert not isinstance(answer, Mismatch)
         assert answer.phase.inner and answer.phase.kind is Kind.EVALUATE and answer.phase.length == 10
         assert answer.phase.present == present
+
+
+def test_the_end_waits_for_active_members_that_went_along() -> None:
+    """Such a one is still in its last call: it may ask the others for the user's state."""
+    group = founded(Policy(1), 1, [WorkerId("w0"), WorkerId("w1")])
+    end, along = entering(kind=Kind.END), entering(flags=Flag.FOLLOWING)
+    first = rounds.concluded(group, [end, along])
+    assert not first.over and first.exchange == group.exchange + 1
+    assert rounds.concluded(first, [end, end]).over
+    for standing in (Standing.FOLLOWING, Standing.LEAVING):
+        assert rounds.concluded(replace(group, standings=(Standing.ACTIVE, standing)), [end, along]).over
 
 
 def test_alone_there_is_nothing_to_overlap_with() -> None:

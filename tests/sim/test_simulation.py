@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pliant.testing.__main__ import main, scene_of, simulate, simulate_in_processes, simulated
-from pliant.testing.scenes import NAMES
+from pliant.testing.scenes import NAMES, drawn
 from sim.bugs import BUGS, broken
 
 SEEDS = Path(__file__).with_name("seeds.txt")
@@ -54,6 +54,12 @@ def test_some_hundred_seeds_hold_on_all_cores() -> None:
 @pytest.mark.parametrize(("scene", "seed"), kept())
 def test_seeds_that_once_failed_hold(scene: str, seed: int) -> None:
     assert simulated(scene, seed).error is None
+
+
+@pytest.mark.parametrize("seed", [3, 17, 24])
+def test_spares_come_to_the_end_of_a_script_whose_last_call_is_a_loop(seed: int) -> None:
+    assert not drawn("spares", seed).tested
+    assert simulated("spares", seed).error is None
 
 
 @pytest.mark.parametrize("scene", NAMES)

@@ -30,7 +30,7 @@ from pliant.core import (
 )
 from pliant.core.agreement import Mismatch
 from pliant.core.drift import Drift
-from pliant.core.group import Group, OpenPhase, Past
+from pliant.core.group import Group, OpenPhase, Past, Standing
 from pliant.core.pace import Pacing
 from pliant.core.tickets import QUIET, Flag, Kind, Ticket
 from pliant.types import Span
@@ -225,9 +225,15 @@ def drained(group: Group) -> Group:
     return replace(group, exchange=group.exchange + 1)
 
 
-def concluded(group: Group) -> Group:
-    """All scripts have reached their end."""
-    return replace(group, exchange=group.exchange + 1, over=True)
+def concluded(group: Group, tickets: Sequence[Ticket]) -> Group:
+    """Scripts have reached their end; the run is over when those of all active members have.
+
+    Who merely went along is still in its last call, and may need the others for what comes after it: they have the
+    user's state as it was at the end of that call.
+    """
+    pairs = zip(group.standings, tickets, strict=True)
+    awaited = any(standing is Standing.ACTIVE and ticket.flags & Flag.FOLLOWING for standing, ticket in pairs)
+    return replace(group, exchange=group.exchange + 1, over=not awaited)
 
 
 def _closed(

@@ -113,11 +113,11 @@ class Exchanges:
             self.opened(gathered, bitmap)
 
     def conclude(self, gathered: list[Ticket]) -> None:
-        """All scripts have come to their end."""
+        """Scripts have come to their end."""
         mismatch = agreement.compared(self._member.group, gathered)
         if mismatch:
             raise self._refused(mismatch)
-        self._member.group = rounds.concluded(self._member.group)
+        self._member.group = rounds.concluded(self._member.group, gathered)
 
     def _exchanged(self, ticket: Ticket, bitmap: int, sums: list[Tensor]) -> tuple[list[Ticket], int]:
         """An exchange that nothing can be computed beside: everybody's tickets, and the union of the bitmaps."""

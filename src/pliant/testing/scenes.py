@@ -38,6 +38,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "drift": ("drift",),
     "drifting": ("drift", "drift", "drift", "join", "kill", "leave", "drain", "pause", "crash"),
     "evaluations": ("kill", "kill", "join", "leave", "drain", "pause", "cut"),
+    "spares": ("kill", "kill", "join", "leave", "drain", "pause", "cut", "slow"),
     "saves": ("save", "save", "save", "hang", "kill", "join", "leave", "crash", "scale"),
 }  # fmt: skip
 """scene → the faults that it is drawn from"""
@@ -103,6 +104,8 @@ def drawn(name: str, seed: int) -> Scene:
         scene = replace(scene, policy=replace(policy, watched=watched), epochs=3, length=90, samples=None)
     if name == "evaluations":
         scene = replace(scene, nested=chance.choice((1, 2, 3)), in_a_row=chance.choice((2, 3)), breaks=0.0)
+    if name == "spares":
+        scene = _spares(chance, scene)
     kinds = NAMES[name]
     if name == "lost":
         faults = tuple(Fault("kill", at_s=chance.uniform(0.2, 0.5), whom=index) for index in range(5))
@@ -112,6 +115,8 @@ def drawn(name: str, seed: int) -> Scene:
     if name == "latecomers":
         return _latecomers(chance, scene)
     count = chance.choice((1, 1, 2, 2, 3, 4)) if kinds else 0
+    if name == "spares":
+        count = chance.choice((0, 0, count))
     faults = tuple(_fault(chance, chance.choice(kinds), scene) for _ in range(count))
     if name == "drift" and chance.random() < 0.5:
         # The same worker once more.
@@ -123,6 +128,22 @@ def drawn(name: str, seed: int) -> Scene:
         for fault in faults
     )
     return replace(scene, faults=faults, may_fail=may_fail)
+
+
+def _spares(chance: random.Random, scene: Scene) -> Scene:
+    """Some have nothing to compute: they go along, past what scripts do in the body of the loop and after it."""
+    policy = replace(scene.policy, batch=chance.choice((1, 2, 2, 3)), floating=False, at_most=None)
+    return replace(
+        scene,
+        policy=policy,
+        workers=chance.choice((3, 3, 4)),
+        epochs=chance.choice((1, 2)),
+        length=chance.choice((15, 30)),
+        nested=0 if scene.breaks else chance.choice((0, 1, 2, 3, 5)),
+        in_a_row=chance.choice((1, 1, 2)),
+        tested=chance.random() < 0.5,
+        samples=None,
+    )
 
 
 def _rewinds(chance: random.Random, scene: Scene) -> Scene:

@@ -66,6 +66,8 @@ class Scene(msgspec.Struct, frozen=True):
     """evaluate inside the loop whenever the user's counter is a multiple; 0: never"""
     in_a_row: int = 1
     """calls of evaluate at each of these points, and after each loop"""
+    tested: bool = True
+    """evaluate after each loop; else the last loop is the script's last call"""
     breaks: float = 0.0
     """how likely a micro-batch ends the loop"""
     samples: int | None = None
@@ -456,7 +458,7 @@ class Script:
             self.epoch = epoch
             self._batches(epoch)
             self.state["trained"] += 1
-            for _ in range(scene.in_a_row):
+            for _ in range(scene.in_a_row if scene.tested else 0):
                 self._evaluate(epoch)
             self.state["epochs"] += 1
             worker.past(epoch)

@@ -43,17 +43,15 @@ def habits(draw: Any, *, processes: bool = False) -> Habits:
         # Statistics are equal on all workers where all are at the same update.
         drawn = replace(drawn, hooks=True)
     if processes:
-        drawn = _mended_later(drawn, workers)
+        drawn = _mended_later(drawn)
     if not processes and drawn.batch < 2 * workers:
         # A spare's script does not pass the lines of an update: what it misses comes with the coordinator's handoff.
         drawn = replace(_without(drawn, *SET), ema=drawn.ema and drawn.hooks)
     return drawn
 
 
-def _mended_later(habits: Habits, workers: int) -> Habits:
+def _mended_later(habits: Habits) -> Habits:
     """Without what fails with a coordinator today: tests/habits/kept.py has a script of each in ``NOT_YET``."""
-    if habits.batch < 2 * workers:
-        habits = _without(habits, "evaluate", "evaluate twice")
     return replace(habits, hooks=False, ema=False) if habits.norm and habits.hooks else habits
 
 
