@@ -179,8 +179,7 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         loss=total / weight if weight > 0 and math.isfinite(total) else None,
         applied=finite and weight > 0,
         spans=spans,
-        # Whoever breaks has left its loop body; whose share has grown does not hand in at once.
-        seen=not broken and not differs and phase.ledger is remaining and _all_work(group, phase, tickets),
+        seen=not broken and not differs and phase.ledger is remaining and _is_seen(group, phase, tickets, ended=ended),
         ended=ended,
         cut=ledger.unspent(phase.ledger) if ended else (),
         result=result,
@@ -204,6 +203,17 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
     if ended:
         return _closed(group, phase, result, results), outcome
     return _dealt_on(before, replace(group, open=(*group.open[:-1], phase)), outcome)
+
+
+def _is_seen(group: Group, phase: OpenPhase, tickets: Sequence[Ticket], *, ended: bool) -> bool:
+    """Whether everybody who takes part is inside its own ``step`` at this round; whose share has grown is not.
+
+    With the last round of a phase a spare waits for the user's state as it is behind the loop. Who is inside the loop's
+    body then must go there, and not into an ``evaluate`` that the spare has a part in.
+    """
+    if ended and standings.somebody_came_along(group, tickets):
+        return False
+    return _all_work(group, phase, tickets)
 
 
 def _dealt_on(before: Group, group: Group, outcome: Settled) -> tuple[Group, Settled]:

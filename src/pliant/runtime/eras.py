@@ -125,8 +125,8 @@ class Eras:
         """it was the last one to compute: of the user's state it has the newest, whatever else it takes over"""
         self.lost_users_state = False
         """the user's state was on its way here, and has gone with the last worker that had it"""
-        self._left: tuple[str, Any] | None = None
-        """the last call that a newcomer came to the end of, and the user's state at that end"""
+        self._left: dict[str, Any] = {}
+        """the user's state at the end of the last calls to whose end somebody came without it"""
         self._kept: dict[int, Any] = {}
         """by exchange, the user's state after it, for one that asks when the next is settled already"""
         self._before_hooks: tuple[str, Any] | None = None
@@ -211,9 +211,9 @@ class Eras:
                     raise LookupError("it has not kept that")
                 return {want[0]: self._before_hooks[1]}
             if at_end:
-                if self._left is None or want != [self._left[0]]:
+                if len(want) != 1 or want[0] not in self._left:
                     raise LookupError("it has not kept that")
-                return {want[0]: self._left[1]}
+                return {want[0]: self._left[want[0]]}
             if takeover.STATE in want and not self.holds_all:
                 raise LookupError("it waits for the user's state itself")
             if want == [takeover.STATE] and restored is not None:
@@ -368,7 +368,9 @@ class Eras:
 
     def keep_users_state(self, left: str) -> None:
         """Somebody may come to the end of this call without the user's state: keep it as it is now."""
-        self._left = takeover.at_end_of(left), takeover.users_state_of(self._carried)
+        # Between two exchanges a script may leave a call and the loop around it.
+        kept = list(self._left.items())[-(_DEPTH - 1) :]
+        self._left = {**dict(kept), takeover.at_end_of(left): takeover.users_state_of(self._carried)}
 
     def keep_for_latecomers(self, exchange: int | None) -> None:
         """Somebody has just begun to compute, and its question may come after the next update: keep what it asks for.

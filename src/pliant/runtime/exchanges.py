@@ -60,10 +60,18 @@ class Exchanges:
         self.last_trained: Settled | None = None
         """the last settled round of a training phase"""
         self.applied_rate = member.training.rate
-        self.came_along = False
-        """somebody has come to the end of the last phase without the user's state of that moment"""
+        self._came_along: set[int] = set()
+        """phases to whose end somebody has come without the user's state of that moment"""
         self.expelled: Drifted | None = None
         """this worker's weights differ again: it goes when all know"""
+
+    def somebody_lacks_state(self, phase: int) -> bool:
+        """Whether somebody has come to the end of this phase without the user's state of that moment; asked once."""
+        found = phase in self._came_along
+        # Those of the calls around it are asked about later.
+        around = self._member.script.depth > 1
+        self._came_along = {earlier for earlier in self._came_along if around and earlier < phase}
+        return found
 
     # -- openings and the end
 
@@ -359,7 +367,8 @@ class Exchanges:
         """Everything is applied: forget what a break cut off, make the buffers equal, go back to the outer phase."""
         member, training = self._member, self._member.training
         member.turned = member.group.exchange
-        self.came_along = standings.somebody_came_along(member.group, handed_in)
+        if standings.somebody_came_along(member.group, handed_in):
+            self._came_along.add(outcome.phase)
         self._follow_result(outcome)
         if outcome.kind is Kind.TRAIN and len(member.group.roster) > 1:
             training.gradients.discard()

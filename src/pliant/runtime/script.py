@@ -49,7 +49,12 @@ class Script:
     @property
     def position(self) -> str:
         """Which call the innermost one is: the same words on every worker."""
-        return f"{self.calls}" if self.depth < 2 else f"{self.calls}.{self._nested}"
+        if self.depth < 2:
+            return f"{self.calls}"
+        if self._ended_inside is not None:
+            # Who was a spare in the loop has made fewer calls in there; from its end on all make the same.
+            return f"{self.calls}+{self._nested - self._ended_inside}"
+        return f"{self.calls}.{self._nested}"
 
     @property
     def innermost(self) -> Opening | None:

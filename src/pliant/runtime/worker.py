@@ -272,7 +272,7 @@ class Worker:
         self._enter_again(phase)
         if self._member.is_in(phase):
             return True
-        self._come_to_the_end()
+        self._come_to_the_end(phase)
         return False
 
     def _enter_again(self, phase: int) -> None:
@@ -281,13 +281,13 @@ class Worker:
         if phase > self.group.phases and call is not None:
             self._opened(call)
 
-    def _come_to_the_end(self) -> None:
+    def _come_to_the_end(self, phase: int) -> None:
         """The phase is over, the script's code inside it has run, and that after it is next."""
         self._exchanges.finish_draining()
         self._exchanges.follow_update()
         self._following.make_sure(ended=True)
         self._stay_without_state()
-        if self._exchanges.came_along and self._eras is not None:
+        if self._exchanges.somebody_lacks_state(phase) and self._eras is not None:
             self._eras.keep_users_state(self._member.script.position)
             self._lookout.rest()
         self._lookout.progress()
@@ -451,7 +451,7 @@ class Worker:
             self._hand_in(Flag.BREAK)
         if member.is_in(phase):
             self._exchanges.settle()
-        self._come_to_the_end()
+        self._come_to_the_end(phase)
 
     def left(self) -> Past | None:
         """The script is out of its innermost call: how that ended."""

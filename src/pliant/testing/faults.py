@@ -81,6 +81,7 @@ class Fault(msgspec.Struct, frozen=True):
         simulation.quiet_s = max(simulation.quiet_s, world.now_s + self.lasts_s)
         if simulation.host.end is not None:
             return
+        simulation.struck = True
         world.note("fault", self.what, round(self.lasts_s, 3))
         _DOES[self.what](simulation, self, about)
 

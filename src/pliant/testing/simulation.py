@@ -136,6 +136,8 @@ class Simulation:
         """faults that may still strike"""
         self.quiet_s = 0.0
         """when the last fault is over"""
+        self.struck = False
+        """something was done to the run"""
         self.launcher = self._launched(scene.workers, owner=True)
         self.launchers = [self.launcher]
         # Whose weights were changed may be the only one left.
@@ -164,6 +166,7 @@ class Simulation:
 
         def over(status: int) -> None:
             self.checker.holders.pop(script.name, None)
+            self.checker.require(status >= 0 or self.struck, f"{script.name} was killed, and nothing was done to it")
             if status != 0:
                 self.checker.died(script.name)
             self.judge()
