@@ -26,6 +26,7 @@ from pliant.runtime.lookout import LOOK_S, Lookout
 from pliant.runtime.member import Member
 from pliant.runtime.place import EraBroken, Evicted, Seat
 from pliant.runtime.script import Opening
+from pliant.worker.progress import At
 
 # How long a worker that goes stays for those who have yet to learn that its last exchange was settled.
 _FAREWELL_S = 1.0
@@ -171,7 +172,7 @@ class Crossing:
         eras, training = self._eras, self._member.training
         era = self._member.group.era
         while True:
-            self._lookout.progress(waiting=True)
+            self._lookout.progress(At.WAITING)
             seat = eras.place.next_seat(era, lambda plan: eras.expect(training, plan))
             try:
                 self._enter(seat)

@@ -27,7 +27,7 @@ from pliant.runtime.place import Place, Seat
 from pliant.runtime.takeover import Recipient, Takeover
 from pliant.runtime.update import Training
 from pliant.types import WorkerId
-from pliant.worker.progress import Progress
+from pliant.worker.progress import At, Progress
 
 _ENTRY = struct.Struct("<qqqqqqqqqBqqqB")
 # A loop over batches, and an evaluate inside it.
@@ -181,10 +181,10 @@ class Eras:
             self.place.link.leaving(reason)
             self._in_time = self._overdue()
 
-    def progress(self, group: Group, standing: Standing, now_s: float, *, waiting: bool, ending: bool) -> None:
+    def progress(self, group: Group, standing: Standing, now_s: float, at: At, *, ending: bool) -> None:
         """Note how far the main loop is; the link's thread tells it."""
         self.place.link.position = self.loop.noted(
-            self.place.me, group, standing, now_s, holds_all=self.holds_all, waiting=waiting, ending=ending
+            self.place.me, group, standing, now_s, holds_all=self.holds_all, at=at, ending=ending
         )
 
     # -- handing on

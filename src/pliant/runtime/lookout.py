@@ -17,6 +17,7 @@ from pliant.runtime.channels import Channels
 from pliant.runtime.checkpoints import Checkpoints
 from pliant.runtime.member import Member
 from pliant.runtime.place import EraBroken
+from pliant.worker.progress import At
 
 LOOK_S = 0.002
 """How long a waiting worker polls before it looks whether its era is over."""
@@ -96,11 +97,11 @@ class Lookout:
         phase = member.group.phase
         return not all(phase.took_part[index] for index in member.holders)
 
-    def progress(self, *, waiting: bool = False) -> None:
+    def progress(self, at: At = At.ELSEWHERE) -> None:
         """Note how far this worker is."""
         member = self._member
         if member.eras is not None:
-            member.eras.progress(member.group, member.standing, self._clock(), waiting=waiting, ending=self.ending)
+            member.eras.progress(member.group, member.standing, self._clock(), at, ending=self.ending)
 
     @contextmanager
     def busy(self, what: str, seconds: float | None) -> Iterator[None]:
@@ -124,7 +125,7 @@ class Lookout:
         """Wait until the exchange is over; the seconds it took. Raises when the era or the run has ended instead."""
         start = self._clock()
         if not summation.over:
-            self.progress(waiting=True)
+            self.progress(At.WAITING)
             while not summation.wait(LOOK_S):
                 self.look()
                 # The script's code for the last update has run: a newcomer may be waiting for just that.

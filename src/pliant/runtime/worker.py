@@ -55,6 +55,7 @@ from pliant.runtime.update import Training
 from pliant.runtime.witness import Witness
 from pliant.types import WorkerId
 from pliant.worker.hooks import Hooks
+from pliant.worker.progress import At
 
 # How long the first sum after a loss is waited for, with an overlap too: mostly it is in by then, and the update comes
 # a whole contribution earlier.
@@ -262,7 +263,7 @@ class Worker:
             work.cost_s += self._clock() - start
         cpu_s, ahead = time.thread_time(), self.training.ahead
         work.contribution.draw(samples_of(micro_batch), cpu_s, self.group.round, ahead=ahead)
-        self._lookout.progress()
+        self._lookout.progress(At.DRAWING)
 
     def _speaks(self, phase: int) -> bool:
         return self.group.phase.number == phase and self._member.speaks
@@ -461,7 +462,7 @@ class Worker:
 
     def note_progress(self) -> None:
         """This worker computes, though no exchange shows it."""
-        self._lookout.progress()
+        self._lookout.progress(At.COMPUTING)
 
     def busy(self, what: str, seconds: float | None) -> AbstractContextManager[None]:
         """The script does something of its own for a while: the others need not wait for it."""

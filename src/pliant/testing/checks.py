@@ -216,6 +216,8 @@ class Checker:
 
     def died(self, name: str) -> None:
         """While it said goodbye, if it had come to its end: the script has not gone on, and the run may."""
+        # What it did for a round that was lost with everybody is done again.
+        self._leaders = {round_: leader for round_, leader in self._leaders.items() if leader != name}
         dead = [end for end in self._ends if end[0] == name]
         self._ends = [*dead, *(end for end in self._ends if end[0] != name)]
         self._dead += len(dead)

@@ -1,12 +1,15 @@
 """What the coordinator hears about a worker's main loop.
 
 Question  Does the main loop get on, wait, or do something of its own, for how long, and what would a return cost?
-Holds     Noting costs next to nothing. A step of the loop counts from one note to the next; waiting and what the script
-          has said that it is busy with are no steps. Of a new phase no step is known before its first one is done.
+Holds     Noting costs next to nothing. A step of the loop lasts from the draw of a micro-batch until something else
+          happens than that its samples are there; what the script has said that it is busy with is no step. Of a new
+          phase no step is known before its first one is done.
 Source    docs/design/0022-slow-is-not-hung.md.
 """
 
 from __future__ import annotations
+
+import enum
 
 from pliant.control.client import Position
 from pliant.core.group import Group, Standing
@@ -14,6 +17,16 @@ from pliant.types import WorkerId
 
 # A step that takes another time than usual is believed by a fifth: about ten of them make a new habit.
 _KEEP = 0.8
+
+
+class At(enum.Enum):
+    """What the main loop has come to."""
+
+    ELSEWHERE = "the script's own code, or Pliant's"
+    DRAWING = "a micro-batch is drawn, its samples are fetched"
+    COMPUTING = "its samples are there"
+    WAITING = "it can do nothing without the others"
+
 
 FIRST_TIME_S = 5.0
 """Who says that it is busy expects to be away for a while; the second time the first one is remembered."""
@@ -43,11 +56,12 @@ class Progress:
         now_s: float,
         *,
         holds_all: bool,
-        waiting: bool,
+        at: At,
         ending: bool,
     ) -> Position:
         """How far the main loop is."""
-        self._count(group, standing, now_s, waiting=waiting)
+        self._count(group, standing, now_s, at)
+        waiting = at is At.WAITING
         self._time_handoff(now_s, holds_all=holds_all)
         busy, expected_s = self._busy[-1] if self._busy else ("", 0.0)
         return Position(
@@ -66,17 +80,20 @@ class Progress:
             handoff_s=self._handoff_s,
         )
 
-    def _count(self, group: Group, standing: Standing, now_s: float, *, waiting: bool) -> None:
+    def _count(self, group: Group, standing: Standing, now_s: float, at: At) -> None:
         self._steps += 1
-        phase = group.phase.number if group.open else None
+        # Between two phases the steps of the last one are what is usual.
+        phase = group.phase.number if group.open else self._phase
         if standing is not Standing.ACTIVE or phase != self._phase:
             # Before its first contribution (compilation, a longer sample) a step may take any time.
             self._usual_s, self._since_s = 0.0, None
         self._phase = phase
+        if at is At.COMPUTING:
+            return
         if self._since_s is not None:
             step_s = now_s - self._since_s
             self._usual_s = step_s if self._usual_s == 0.0 else _KEEP * self._usual_s + (1 - _KEEP) * step_s
-        self._since_s = None if waiting or self._busy or standing is not Standing.ACTIVE else now_s
+        self._since_s = now_s if at is At.DRAWING and standing is Standing.ACTIVE else None
 
     def _time_handoff(self, now_s: float, *, holds_all: bool) -> None:
         if not holds_all and self._taking_since_s is None:
