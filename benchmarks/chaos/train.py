@@ -29,6 +29,7 @@ import pliant
 BATCH, SIZE = 96, 8
 EPOCHS = 1_000_000
 DEAD_AFTER_S = 2.0
+HUNG_AFTER_S = 10 * DEAD_AFTER_S
 CHECKPOINT_EVERY_S = 5.0
 NOISE = 0.3
 UNEQUAL = (1.0, 1.5, 0.7)
@@ -99,7 +100,8 @@ def main() -> None:
     kept: dict[str, Any] = {}
     if len(sys.argv) > 3:
         kept = {"checkpoint": sys.argv[3], "checkpoint_every": CHECKPOINT_EVERY_S}
-    with pliant.join(model, optimizer, batch=BATCH, delay=1, seed=seed, dead_after=DEAD_AFTER_S, **kept) as run:
+    limits = {"dead_after": DEAD_AFTER_S, "hung_after": HUNG_AFTER_S}
+    with pliant.join(model, optimizer, batch=BATCH, delay=1, seed=seed, **limits, **kept) as run:
         for epoch in run.epochs(EPOCHS):
             for pixels, labels in run.batches(trained, size=SIZE):
                 stamps.see(run.era, run.samples, epoch)

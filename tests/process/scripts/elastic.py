@@ -346,6 +346,7 @@ with pliant.join(
     state={"ema": ema, "updates": 0},
     order=lambda epoch, n: range(n),
     dead_after=SCENARIO["dead_after"],
+    hung_after=3 * SCENARIO["dead_after"],
 ) as run:
     before_training()
     for _ in run.epochs(1_000_000):

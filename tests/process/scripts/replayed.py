@@ -114,6 +114,7 @@ with pliant.join(
     scaler=scaler,
     state={"updates": 0},
     dead_after=2.0,
+    hung_after=6.0,
     checkpoint=SCENE.get("checkpoint"),
     checkpoint_every=0.2,
 ) as run:
