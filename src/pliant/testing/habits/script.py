@@ -191,6 +191,8 @@ def settings(kit: Kit) -> dict[str, Any]:
     }
     if kit.scheduler is not None:
         given |= {"scheduler": kit.scheduler, "schedule_by": "epoch" if habits.schedule == "epoch" else "batch"}
+    if habits.checkpoints:
+        given |= {"checkpoint": "checkpoints", "checkpoint_every": 0.1}
     if habits.scaler:
         given["scaler"] = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
     return given

@@ -54,7 +54,7 @@ def _mended_later(habits: Habits, workers: int) -> Habits:
     """Without what fails with a coordinator today: tests/habits/kept.py has a script of each in ``NOT_YET``."""
     if habits.batch < 2 * workers:
         habits = _without(habits, "evaluate", "evaluate twice")
-    return replace(habits, hooks=False, ema=False) if habits.norm and habits.hooks else habits
+    return habits
 
 
 def _without(habits: Habits, *what: What) -> Habits:
@@ -67,11 +67,18 @@ def _processes(draw: Any, workers: int) -> dict[str, Any]:
     fault = st.builds(
         Fault, at=st.integers(1, 12), worker=st.integers(0, workers - 1), signal=st.sampled_from(("kill", "term"))
     )
+    faults = tuple(draw(st.lists(fault, max_size=min(2, workers - 1), unique_by=lambda fault: fault.worker)))
+    checkpoints = draw(st.integers(0, 3)) == 1
+    if checkpoints:
+        at = draw(st.integers(1, 12))
+        faults = tuple(Fault(at=at, worker=worker) for worker in range(workers))
     return {
         "samples": draw(st.integers(40, 120)),
         "epochs": draw(st.integers(2, 4)),
         "loaders": draw(st.integers(0, 1)),
-        "faults": tuple(draw(st.lists(fault, max_size=min(2, workers - 1), unique_by=lambda fault: fault.worker))),
+        "faults": faults,
+        "checkpoints": checkpoints,
+        "grows": draw(st.integers(1, 8)) if draw(st.integers(0, 3)) == 1 else 0,
     }
 
 

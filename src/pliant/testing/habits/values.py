@@ -96,7 +96,11 @@ class Habits(msgspec.Struct, frozen=True, omit_defaults=True, repr_omit_defaults
     """after every epoch"""
     events: tuple[Event, ...] = ()
     faults: tuple[Fault, ...] = ()
-    """of real processes only"""
+    """of real processes only, like what follows"""
+    grows: int = 0
+    """from this round on there is one worker more"""
+    checkpoints: bool = False
+    """where all are lost, the run goes on from one"""
 
     @property
     def workers(self) -> int:
