@@ -13,7 +13,7 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pliant.testing.habits.values import SET, Event, Fault, Habits, Model, What
+from pliant.testing.habits.values import SET, UPDATE, Event, Fault, Habits, Model, What
 
 _EXACT = ("sgd", "adam", "adamw")
 _EVENTS: tuple[What, ...] = get_args(What)
@@ -39,6 +39,9 @@ def habits(draw: Any, *, processes: bool = False) -> Habits:
     if drawn.momentum and drawn.kernel == "fused" and (drawn.model == "branch" or drawn.does("unfreeze")):
         # torch's own kernel fails where a parameter of a group gets its first gradient later than others.
         drawn = replace(drawn, kernel="")
+    if drawn.skips and (drawn.does(*SET, *UPDATE) or not (drawn.hooks and drawn.does("oom"))):
+        # What is done in the body at an update needs `step`: who does not call it there does not do it.
+        drawn = replace(drawn, skips=False)
     if drawn.ema and drawn.norm:
         # Statistics are equal on all workers where all are at the same update.
         drawn = replace(drawn, hooks=True)
@@ -130,6 +133,7 @@ def _loops(draw: Any, workers: int) -> dict[str, Any]:
         "hooks": draw(st.booleans()),
         "tokens": draw(st.booleans()),
         "evaluates": draw(st.booleans()),
+        "skips": draw(st.booleans()),
     }
 
 
