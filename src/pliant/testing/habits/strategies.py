@@ -39,9 +39,6 @@ def habits(draw: Any, *, processes: bool = False) -> Habits:
     if drawn.momentum and drawn.kernel == "fused" and (drawn.model == "branch" or drawn.does("unfreeze")):
         # torch's own kernel fails where a parameter of a group gets its first gradient later than others.
         drawn = replace(drawn, kernel="")
-    if drawn.skips and (drawn.does(*SET, *UPDATE) or not (drawn.hooks and drawn.does("oom"))):
-        # What is done in the body at an update needs `step`: who does not call it there does not do it.
-        drawn = replace(drawn, skips=False)
     if drawn.ema and drawn.norm:
         # Statistics are equal on all workers where all are at the same update.
         drawn = replace(drawn, hooks=True)
@@ -50,6 +47,9 @@ def habits(draw: Any, *, processes: bool = False) -> Habits:
     if not processes and drawn.batch < 2 * workers:
         # A spare's script does not pass the lines of an update: what it misses comes with the coordinator's handoff.
         drawn = replace(_without(drawn, *SET), ema=drawn.ema and drawn.hooks)
+    if drawn.hooks and drawn.does("oom") and not drawn.does(*SET, *UPDATE):
+        # What is done in the body at an update needs `step`: who does not call it there does not do it.
+        drawn = replace(drawn, skips=draw(st.booleans()))
     return drawn
 
 
@@ -133,7 +133,6 @@ def _loops(draw: Any, workers: int) -> dict[str, Any]:
         "hooks": draw(st.booleans()),
         "tokens": draw(st.booleans()),
         "evaluates": draw(st.booleans()),
-        "skips": draw(st.booleans()),
     }
 
 
