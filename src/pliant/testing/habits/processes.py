@@ -82,12 +82,16 @@ class _Fate:
         self._patience -= lacking > 0
         time.sleep(_AWAITED_S if lacking > 0 and self._patience > 0 else _PAUSE_S)
         for number, fault in enumerate(habits.faults):
-            if fault.worker == self._place and run.round >= fault.at:
+            if fault.worker == self._place and run.round >= fault.at and self._is_safe():
                 with contextlib.suppress(FileExistsError):
                     (here / f"fault-{number}").touch(exist_ok=False)
                     if fault.signal == "kill":
                         (here / f"awaited-{number}").touch()
                     os.kill(os.getpid(), signal.SIGKILL if fault.signal == "kill" else signal.SIGTERM)
+
+    def _is_safe(self) -> bool:
+        """Where all are lost: whether there is something to go on from."""
+        return not self._habits.checkpoints or b'"kind":"checkpoint"' in Path("job/journal.jsonl").read_bytes()
 
 
 def checked(habits: Habits, directory: Path) -> None:
