@@ -371,8 +371,9 @@ def test_users_state_is_the_leaders() -> None:
     assert results[0][:2] == (0.5, 0.0) and results[0][3]
 
 
-def test_who_is_left_alone_shows_its_own_statistics() -> None:
-    """The last merged ones grow old when there is nobody to merge with."""
+@pytest.mark.parametrize("kept", [False, True])
+def test_who_is_left_alone_shows_its_own_statistics(kept: bool) -> None:
+    """The last merged ones grow old when there is nobody to merge with. ``kept``: those of the last round, in a job."""
     torch.manual_seed(0)
     model = nn.BatchNorm1d(3)
     buffers = Buffers(model)
@@ -384,6 +385,12 @@ def test_who_is_left_alone_shows_its_own_statistics() -> None:
     buffers.exchange()
     assert not torch.equal(own[0], model.running_mean), "the group's are shown"
     buffers.exchange()
-    buffers.go_alone()
+    buffers.go_alone(kept=kept)
     buffers.exchange()
     assert all(torch.equal(mine, shown) for mine, shown in zip(own, model.buffers(), strict=True))
+    buffers.exchange()
+    model(torch.randn(4, 3) - 1.0)
+    now = [value.clone() for value in model.buffers()]
+    buffers.exchange()
+    expected = own if kept else now
+    assert all(torch.equal(mine, shown) for mine, shown in zip(expected, model.buffers(), strict=True))

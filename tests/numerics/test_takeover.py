@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from numerics.trainings import training_of
-from pliant.runtime.takeover import STATE, Takeover, at_end_of
+from pliant.runtime.takeover import META, STATE, Takeover, at_end_of, snapshot
 from pliant.tensors.buffers import Buffers
 
 
@@ -108,6 +108,33 @@ def test_who_computes_by_now_may_be_asked(newcomer: Newcomer) -> None:
         assert takeover.users_state(13) is None
         lines[-1].failed = "it leaves, and others have a newer one"
     assert [line.address for line in lines] == ["there", "elsewhere", "later", "there"]
+
+
+def test_statistics_that_are_older_than_a_drain_are_not_taken() -> None:
+    """The last round of a loop was skipped: the buffers are made equal by an exchange of their own."""
+
+    def normed() -> Any:
+        model = nn.BatchNorm1d(2)
+        training = training_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        training.buffers.grow(0b111)
+        return training
+
+    donor, training, line = normed(), normed(), Line("there")
+    takeover = Takeover(training, {"state": {}}, lambda address: line)
+    takeover.restart(["there"], 1, 10, keep=False)
+    takeover.pursue(10)
+    asked_for = line.asked[0][1]
+    assert META in asked_for
+    answer = snapshot(donor, {"state": {}}, asked_for)
+    for each in (donor, training):
+        each.buffers.hand_in(0.0, leader=each is donor)
+        each.buffers.merge(torch.tensor([0.5, 0.5, 1.25, 1.25, 7.0], dtype=torch.float64), 1.0)
+    takeover.note_drain(11)
+    line.answers.append((10, answer))
+    takeover.pursue(11)
+    assert takeover.complete
+    assert all(map(torch.equal, training.buffers.held(), donor.buffers.held()))
+    takeover.close()
 
 
 def test_a_merge_that_is_void_is_taken_back() -> None:

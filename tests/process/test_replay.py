@@ -102,13 +102,7 @@ def rounds(run: Running) -> list[RoundRecord]:
     return [record for record in records(run) if isinstance(record, RoundRecord)]
 
 
-# Running statistics of newcomers are not always computed again as they were: now and then this one fails.
-SOUGHT = {"scaler, killed and back"}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.soak] if name in SOUGHT else []) for name in SCENES]
-)
+@pytest.mark.parametrize("name", SCENES)
 def test_computed_again(launch: Launcher, name: str) -> None:
     scene = SCENES[name]
     run = ran(launch, scene)

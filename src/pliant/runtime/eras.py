@@ -322,6 +322,11 @@ class Eras:
         if self._takeover is not None:
             self._takeover.note_result(exchange, result)
 
+    def drained(self, exchange: int) -> None:
+        """The buffers were made equal: those that are still to come are older."""
+        if self._takeover is not None:
+            self._takeover.note_drain(exchange)
+
     def entered(self, seat: Seat) -> None:
         """An era has begun."""
         self._addresses = seat.addresses

@@ -370,9 +370,10 @@ class Exchanges:
         if standings.somebody_came_along(member.group, handed_in):
             self._came_along.add(outcome.phase)
         self._follow_result(outcome)
-        if outcome.kind is Kind.TRAIN and len(member.group.roster) > 1:
-            training.gradients.discard()
-            member.undrained = self._is_undrained(merged)
+        if outcome.kind is Kind.TRAIN:
+            if len(member.group.roster) > 1:
+                training.gradients.discard()
+                member.undrained = self._is_undrained(merged)
             if not member.undrained:
                 training.buffers.drain()
         call = member.script.innermost
@@ -416,3 +417,5 @@ class Exchanges:
         member.training.buffers.merge(summed, float(len(member.holders)))
         member.undrained = False
         member.group = rounds.drained(member.group)
+        if member.eras is not None:
+            member.eras.drained(member.group.exchange)

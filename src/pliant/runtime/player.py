@@ -353,7 +353,7 @@ class Player:
         refuse_other_call(call, self._limit, record, self._agreed)
         self._calls.append(_Call(call.kind, record.phase))
         if call.kind is Kind.TRAIN:
-            self._views.grow(self.training.buffers.training_bits())
+            self._views.begin(self.training.buffers.training_bits())
         self.group = item.group
 
     def _passed_by(self, opened: Opened, start: Start) -> int | Past:

@@ -95,6 +95,8 @@ class _Asked:
     want: list[str]
     since: list[_Round | _Result] = field(default_factory=list)
     """what the group has done after ``as_of``"""
+    drained: int = 0
+    """the last exchange that made the buffers equal"""
     answer: tuple[int, Mapping[str, Any]] | None = None
     """what has arrived, where the donor was ahead of this worker"""
 
@@ -320,10 +322,15 @@ class Takeover:
         if self._asked is not None and exchange > self._asked.as_of:
             self._asked.since.append(_Result(exchange, result))
 
+    def note_drain(self, exchange: int) -> None:
+        """The buffers were made equal as ``exchange``."""
+        if self._asked is not None:
+            self._asked.drained = exchange
+
     def _install(self, asked: _Asked, as_of: int, parts: Mapping[str, Any]) -> None:
         training = self._training
         since = [each for each in asked.since if each.exchange > as_of]
-        merged = any(isinstance(each, _Round) and each.applied for each in since)
+        merged = asked.drained > as_of or any(isinstance(each, _Round) and each.applied for each in since)
         if META in asked.want:
             install_meta(training, self._carried, parts[META], merged=merged)
         training.buffers.adopt({index: parts[f"b{index}"] for index in asked.buffers}, merged=merged)

@@ -80,9 +80,21 @@ class Views:
         view = self._of(worker)
         self._show(view)
         if len(group.roster) < 2:
-            view.buffers.go_alone()
+            view.buffers.go_alone(kept=True)
             return None
         return view.buffers.hand_in(weight, leader=worker == holders(group)[0])
+
+    def begin(self, bits: int) -> None:
+        """A loop begins, and these buffers are merged from now on.
+
+        A spare goes along with the first round already: it hands in what it holds now.
+        """
+        shown = self._shown
+        if self.grow(bits):
+            for view in self._known.values():
+                self._show(view)
+                view.buffers.hand_in(0.0, leader=False)
+            self._show(shown)
 
     def grow(self, bits: int) -> bool:
         """Buffers that some worker changes are merged from now on; whether there are new ones."""
@@ -96,6 +108,9 @@ class Views:
         """Bring in the merged buffers, on every worker."""
         if not len(self._shown.buffers):
             return
+        for worker in holders(group):
+            # Who holds the state takes part, if it has computed anything or not.
+            self._of(worker)
         changed = 0
         parts: list[Tensor] = []
         for each in handed:
@@ -126,10 +141,10 @@ class Views:
 
     def drain(self, group: Group) -> None:
         """At the end of a loop the buffers are made equal."""
-        if len(group.roster) < 2 or not len(self._shown.buffers) or not self._live:
+        if not len(self._shown.buffers) or not self._live:
             return
-        known = [self._known[worker] for worker in holders(group) if worker in self._known]
-        if self._was_merged:
+        known = [self._of(worker) for worker in holders(group)]
+        if self._was_merged or len(group.roster) < 2:
             for view in known:
                 self._show(view)
                 view.buffers.drain()

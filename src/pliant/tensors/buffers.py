@@ -194,9 +194,13 @@ class Buffers:
                 self._merged[index] = self._tensors[index].detach().clone()
         self._versions = [tensor._version for tensor in self._tensors]
 
-    def go_alone(self) -> None:
-        """There is nobody to merge with: this worker's own values are the group's."""
-        self._merged = {}
+    def go_alone(self, *, kept: bool) -> None:
+        """There is nobody to merge with: this worker's own values are the group's.
+
+        ``kept``: as they are handed in now, and not as they are at any moment. A newcomer may ask for them in the
+        middle of the next round, and what that round has changed so far is not the group's yet.
+        """
+        self._merged = {index: self._tensors[index].detach().clone() for index in self._places()} if kept else {}
 
     @torch.no_grad()
     def drain(self) -> None:

@@ -339,8 +339,8 @@ class VirtualBuffers:
                 self._merged[index] = number.value
         self._changed = False
 
-    def go_alone(self) -> None:
-        self._merged = {}
+    def go_alone(self, *, kept: bool) -> None:
+        self._merged = dict(enumerate(self._own)) if kept and self.live else {}
 
     def drain(self) -> None:
         for index, value in self._merged.items():

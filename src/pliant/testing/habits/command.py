@@ -61,7 +61,14 @@ def _check(*, processes: bool) -> Check:
 
 
 def drawn(count: int, seed: int, *, processes: bool = False) -> list[Habits]:
-    """So many scripts from one seed. Needs hypothesis."""
+    """So many scripts from one seed. Needs hypothesis.
+
+    Each is drawn by itself: in a row hypothesis makes most of them out of others, with one or two habits changed.
+    """
+    return [_drawn(seed << 32 | number, processes=processes) for number in range(count)]
+
+
+def _drawn(seed: int, *, processes: bool) -> Habits:
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import seed as seeded
 
@@ -71,7 +78,8 @@ def drawn(count: int, seed: int, *, processes: bool = False) -> list[Habits]:
 
     @seeded(seed)
     @settings(
-        max_examples=count,
+        # The first one is always the plainest, and the second begins with another choice than that.
+        max_examples=3,
         phases=[Phase.generate],
         database=None,
         deadline=None,
@@ -82,7 +90,7 @@ def drawn(count: int, seed: int, *, processes: bool = False) -> list[Habits]:
         found.append(habits)
 
     note()
-    return found
+    return found[-1]
 
 
 def _fails(habits: Habits, check: Check) -> bool:

@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,20 +22,25 @@ import torch
 
 import pliant
 from pliant.core.audit import audit
+from pliant.errors import PliantError
+from pliant.launch import asking
 from pliant.run import Run
 from pliant.runtime.environment import current_job, plain_environment
 from pliant.runtime.journaling import history
 from pliant.testing.habits.kit import kit_of
 from pliant.testing.habits.reference import Mismatch
 from pliant.testing.habits.script import Script
-from pliant.testing.habits.values import Fault, Habits, packed, unpacked
+from pliant.testing.habits.values import Habits, packed, unpacked
 
-LIMIT_S = 100.0
+LIMIT_S = 200.0
 """Far above what any of these takes; only a hang reaches it."""
 
+_GROWS, _OVER = Path("awaited-grown"), Path("over")
 _SCRIPT = "from pliant.testing.habits.processes import main\n\nmain()\n"
 _PAUSE_S = 0.003
-"""in each micro-batch of a real worker, so that a newcomer finds the run still there"""
+"""in each micro-batch of a real worker"""
+_AWAITED_S, _PATIENCE = 0.2, 100
+"""in so many while somebody is to come (back), so that it finds the run still there"""
 
 
 def main() -> None:
@@ -48,7 +54,7 @@ def main() -> None:
     kit = kit_of(habits, 0)
     script = Script(kit, place, pliant.join, Path.cwd())
     if slot:
-        script.at_micro_batch = lambda run: _meet(run, habits.faults, place)
+        script.at_micro_batch = _Fate(habits, place).meet
     script.train()
     if slot:
         digest = hashlib.sha256()
@@ -58,13 +64,34 @@ def main() -> None:
         Path(f"weights-{slot}-{os.getpid()}").write_text(digest.hexdigest())
 
 
-def _meet(run: Run, faults: tuple[Fault, ...], place: int) -> None:
-    time.sleep(_PAUSE_S)
-    for number, fault in enumerate(faults):
-        if fault.worker == place and run.round >= fault.at:
-            with contextlib.suppress(FileExistsError):
-                Path(f"fault-{number}").touch(exist_ok=False)
-                os.kill(os.getpid(), signal.SIGKILL if fault.signal == "kill" else signal.SIGTERM)
+class _Fate:
+    """What happens to one worker."""
+
+    def __init__(self, habits: Habits, place: int) -> None:
+        self._habits = habits
+        self._place = place
+        self._patience = _PATIENCE
+
+    def meet(self, run: Run) -> None:
+        habits, here = self._habits, Path.cwd()
+        if self._place >= habits.workers or "." in run.worker:
+            (here / f"came-{run.worker}").touch()
+        if habits.grows and run.round >= habits.grows:
+            _GROWS.touch()
+        lacking = len(list(here.glob("awaited-*"))) - len(list(here.glob("came-*")))
+        self._patience -= lacking > 0
+        time.sleep(_AWAITED_S if lacking > 0 and self._patience > 0 else _PAUSE_S)
+        for number, fault in enumerate(habits.faults):
+            if fault.worker == self._place and run.round >= fault.at and self._is_safe():
+                with contextlib.suppress(FileExistsError):
+                    (here / f"fault-{number}").touch(exist_ok=False)
+                    if fault.signal == "kill":
+                        (here / f"awaited-{number}").touch()
+                    os.kill(os.getpid(), signal.SIGKILL if fault.signal == "kill" else signal.SIGTERM)
+
+    def _is_safe(self) -> bool:
+        """Where all are lost: whether there is something to go on from."""
+        return not self._habits.checkpoints or b'"kind":"checkpoint"' in Path("job/journal.jsonl").read_bytes()
 
 
 def checked(habits: Habits, directory: Path) -> None:
@@ -73,7 +100,15 @@ def checked(habits: Habits, directory: Path) -> None:
     (directory / "habits.json").write_text(packed(habits))
     paces = ",".join(map(str, habits.paces or (1.0,) * habits.workers))
     script = ("train.py", "habits.json")
-    _pliant(directory, "run", "-n", str(habits.workers), "--pace", paces, "--dir", "job", *script)
+    grows = threading.Thread(target=_grow, args=(directory, habits.workers + 1))
+    if habits.grows:
+        grows.start()
+    try:
+        _pliant(directory, "run", "-n", str(habits.workers), "--pace", paces, "--dir", "job", *script)
+    finally:
+        (directory / _OVER).touch()
+        if habits.grows:
+            grows.join()
     found = {path.name: path.read_text() for path in directory.glob("weights-*")}
     if not found or len(set(found.values())) > 1:
         raise Mismatch(f"the workers end with other weights: {sorted(found.items())}")
@@ -81,6 +116,17 @@ def checked(habits: Habits, directory: Path) -> None:
     if report.problems:
         raise Mismatch(f"the journal is not in order: {report.problems}")
     _pliant(directory, "replay", "job", *script)
+
+
+def _grow(directory: Path, workers: int) -> None:
+    """Ask for so many workers when it is time."""
+    while not (directory / _GROWS).exists():
+        if (directory / _OVER).exists():
+            return
+        time.sleep(_PAUSE_S)
+    # It may end meanwhile.
+    with contextlib.suppress(PliantError):
+        asking.post(asking.found(directory / "job", "", None), "/scale", {"workers": workers})
 
 
 def _pliant(directory: Path, *words: str) -> None:

@@ -166,7 +166,8 @@ class Reference:
                 touched &= drawn.trained
                 failed = failed or drawn.failed
         applied = total.weight > 0 and not total.infinite
-        if failed and self._habits.wide and not outcome.applied:
+        in_parts = self._habits.wide or self._habits.model == "mixed"
+        if failed and in_parts and not outcome.applied:
             # Its ticket was with the others already when the pass failed: all do without the round.
             applied = False
         _check(outcome.batch == samples, f"round {outcome.round} says {outcome.batch} samples, it has {samples}")

@@ -8,7 +8,6 @@ Source    ours.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,7 +104,8 @@ class Script:
         size = self.habits.sizes[self._place % len(self.habits.sizes)]
         for batch in run.batches(self._samples, size=size, num_workers=self.habits.loaders):
             self.at_micro_batch(run)
-            self._compute(run, batch, drawn)
+            if not self._compute(run, batch, drawn) and self.habits.skips:
+                continue
             if run.step():
                 self.diary.updates.append(run.round)
                 if not self.habits.hooks:
@@ -120,8 +120,8 @@ class Script:
         if self.kit.ema is not None:
             self.kit.ema.update_parameters(self.kit.model)  # type: ignore[operator]
 
-    def _compute(self, run: Run, batch: Batch, drawn: list[Drawn]) -> None:
-        """The gradients of a micro-batch; one that does not fit into memory is passed over."""
+    def _compute(self, run: Run, batch: Batch, drawn: list[Drawn]) -> bool:
+        """The gradients of a micro-batch; one that does not fit into memory is passed over: False."""
         loss, weight = self.kit.loss(batch)
         indices = tuple(batch[3].tolist())
         happens = {event.what for event in self.habits.events if event.what in SAMPLE and event.at in indices}
@@ -130,9 +130,11 @@ class Script:
         if "oom" in happens:
             loss = _Exhausted.apply(loss)
         drawn.append(Drawn(indices, weight, self.kit.trained(), "inf" in happens, "oom" in happens))
-        # ``step`` is called all the same: it may be the moment of an update for all.
-        with contextlib.suppress(torch.OutOfMemoryError):
+        try:
             run.backward(loss, weight=weight if self.habits.tokens else None)
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     def _breaks_alone(self, run: Run) -> bool:
         """Whether this worker leaves its loop by itself, once."""
@@ -191,6 +193,8 @@ def settings(kit: Kit) -> dict[str, Any]:
     }
     if kit.scheduler is not None:
         given |= {"scheduler": kit.scheduler, "schedule_by": "epoch" if habits.schedule == "epoch" else "batch"}
+    if habits.checkpoints:
+        given |= {"checkpoint": "checkpoints", "checkpoint_every": 0.1}
     if habits.scaler:
         given["scaler"] = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
     return given

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pliant.testing.habits.values import SET, Event, Fault, Habits, Model, What
+from pliant.testing.habits.values import SET, UPDATE, Event, Fault, Habits, Model, What
 
 _EXACT = ("sgd", "adam", "adamw")
 _EVENTS: tuple[What, ...] = get_args(What)
@@ -42,17 +42,13 @@ def habits(draw: Any, *, processes: bool = False) -> Habits:
     if drawn.ema and drawn.norm:
         # Statistics are equal on all workers where all are at the same update.
         drawn = replace(drawn, hooks=True)
-    if processes:
-        drawn = _mended_later(drawn)
     if not processes and drawn.batch < 2 * workers:
         # A spare's script does not pass the lines of an update: what it misses comes with the coordinator's handoff.
         drawn = replace(_without(drawn, *SET), ema=drawn.ema and drawn.hooks)
+    if drawn.hooks and drawn.does("oom") and not drawn.does(*SET, *UPDATE):
+        # What is done in the body at an update needs `step`: who does not call it there does not do it.
+        drawn = replace(drawn, skips=draw(st.booleans()))
     return drawn
-
-
-def _mended_later(habits: Habits) -> Habits:
-    """Without what fails with a coordinator today: tests/habits/kept.py has a script of each in ``NOT_YET``."""
-    return replace(habits, hooks=False, ema=False) if habits.norm and habits.hooks else habits
 
 
 def _without(habits: Habits, *what: What) -> Habits:
@@ -65,11 +61,18 @@ def _processes(draw: Any, workers: int) -> dict[str, Any]:
     fault = st.builds(
         Fault, at=st.integers(1, 12), worker=st.integers(0, workers - 1), signal=st.sampled_from(("kill", "term"))
     )
+    faults = tuple(draw(st.lists(fault, max_size=min(2, workers - 1), unique_by=lambda fault: fault.worker)))
+    checkpoints = draw(st.integers(0, 3)) == 1
+    if checkpoints:
+        at = draw(st.integers(1, 12))
+        faults = tuple(Fault(at=at, worker=worker) for worker in range(workers))
     return {
         "samples": draw(st.integers(40, 120)),
         "epochs": draw(st.integers(2, 4)),
         "loaders": draw(st.integers(0, 1)),
-        "faults": tuple(draw(st.lists(fault, max_size=min(2, workers - 1), unique_by=lambda fault: fault.worker))),
+        "faults": faults,
+        "checkpoints": checkpoints,
+        "grows": draw(st.integers(1, 8)) if draw(st.integers(0, 3)) == 1 else 0,
     }
 
 

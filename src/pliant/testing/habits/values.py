@@ -94,9 +94,15 @@ class Habits(msgspec.Struct, frozen=True, omit_defaults=True, repr_omit_defaults
     loaders: int = 0
     evaluates: bool = False
     """after every epoch"""
+    skips: bool = False
+    """a micro-batch that did not fit into memory is passed over by ``continue``: without ``step``"""
     events: tuple[Event, ...] = ()
     faults: tuple[Fault, ...] = ()
-    """of real processes only"""
+    """of real processes only, like what follows"""
+    grows: int = 0
+    """from this round on there is one worker more"""
+    checkpoints: bool = False
+    """where all are lost, the run goes on from one"""
 
     @property
     def workers(self) -> int:
