@@ -1,8 +1,9 @@
 """The directory of a run.
 
 Question  Where do a run's journal, address, token and logs lie, and how are they found again?
-Holds     A name is taken only once, and a directory with a journal is never used for another run. The token can be
-          read by its owner only; a certificate's key is never copied.
+Holds     A name is taken only once, and a directory with a journal is never used for another run. A directory that a
+          run makes can be entered by its owner only; in one that was there before, token, journal, logs and weights
+          can be read by their owner only. A certificate's key is never copied.
 Source    ours; DESIGN, the user's interface.
 """
 
@@ -27,6 +28,9 @@ HOST = "127.0.0.1"
 
 JOURNAL, ADDRESS, TOKEN, CHARTER, LOGS = "journal.jsonl", "address", "token", "charter.json", "logs"
 METRICS_TOKEN, AUTHORITY, TRUST = "metrics-token", "ca.pem", "trust.json"
+
+PRIVATE = 0o700
+"""Journal, logs and weights tell other users of the machine what is trained, and on what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,8 @@ def made(directory: Path | None, script: str) -> Path:
     """The run directory, made if needed, with room for logs."""
     try:
         found = _fresh(Path(script).stem) if directory is None else directory
-        (found / LOGS).mkdir(parents=True, exist_ok=True)
+        found.mkdir(PRIVATE, parents=True, exist_ok=True)
+        (found / LOGS).mkdir(PRIVATE, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot make {directory or 'runs'}: {error.strerror}; give another --dir") from error
     return found.resolve()
@@ -221,7 +226,7 @@ def _fresh(stem: str) -> Path:
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for candidate in (name, *(f"{name}-{number}" for number in range(2, 100))):
         try:
-            (runs / candidate).mkdir(parents=True)
+            (runs / candidate).mkdir(PRIVATE, parents=True)
         except FileExistsError:
             continue
         return runs / candidate

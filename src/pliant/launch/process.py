@@ -96,7 +96,8 @@ class Owned:
 def opened(log: Path) -> IO[bytes]:
     """To append to, without a buffer: what a full disk does not take must not fail again when the file is closed."""
     try:
-        return log.open("ab", buffering=0)
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return os.fdopen(descriptor, "ab", buffering=0)
     except OSError:
         return Path(os.devnull).open("ab", buffering=0)
 

@@ -294,7 +294,8 @@ def _leave_weights(worker: Worker, model: nn.Module, directory: str) -> None:
         return
     try:
         with worker.training.plain():
-            weights.save(model, Path(directory) / weights.FINAL, {"round": str(worker.group.round)})
+            path, metadata = Path(directory) / weights.FINAL, {"round": str(worker.group.round)}
+            weights.save(model, path, metadata, private=True)
     except (OSError, SafetensorError) as error:
         print(f"pliant: the final weights are not in {directory}: {error}", file=sys.stderr)
 

@@ -18,8 +18,8 @@ FINAL = "weights.safetensors"
 """in a run's directory: the weights at its end"""
 
 
-def save(model: nn.Module, path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write what the model holds now."""
+def save(model: nn.Module, path: Path, metadata: Mapping[str, str] | None = None, *, private: bool = False) -> None:
+    """Write what the model holds now; ``private``: only the owner can read it, from the first byte on."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict().items():
@@ -28,6 +28,8 @@ def save(model: nn.Module, path: Path, metadata: Mapping[str, str] | None = None
             tensors[name] = tensor.detach().contiguous()
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        if private:
+            os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
         save_file(tensors, str(part), metadata=dict(metadata) if metadata else None)
         part.replace(path)
     finally:
