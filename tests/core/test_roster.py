@@ -54,7 +54,14 @@ from pliant.core.members import Gathering, Over, Roster, Rules, Running, Steady,
 from pliant.core.terms import Terms, difference, length_difference
 from pliant.types import WorkerId
 
-TERMS = Terms("0.1.0", (("fc.weight", (10, 64), "float32"), ("fc.bias", (10,), "float32")), (("batch", "256"),))
+TERMS = Terms(
+    "0.1.0",
+    (("fc.weight", (10, 64), "float32"), ("fc.bias", (10,), "float32")),
+    (("batch", "256"),),
+    torch="2.13",
+    python="3.11",
+    device="cpu",
+)
 OWNER = AgentId("a0")
 Kind = TypeVar("Kind")
 
@@ -184,8 +191,11 @@ OTHERS = [
     (replace(TERMS, settings=(("batch", "128"),)), "settings differ: batch is 256 on w0 but 128 on w1; call pliant"),
     (
         replace(TERMS, version="0.2.0"),
-        "versions differ: 0.1.0 on w0 but 0.2.0 on w1; install the same versions",
+        "versions of Pliant differ: 0.1.0 on w0 but 0.2.0 on w1; install the same one",
     ),
+    (replace(TERMS, torch="2.12"), "versions of torch differ: 2.13 on w0 but 2.12 on w1; install the same one"),
+    (replace(TERMS, python="3.12"), "versions of Python differ: 3.11 on w0 but 3.12 on w1; install the same one"),
+    (replace(TERMS, device="cuda"), "devices differ: the model is on cpu on w0 but on cuda on w1; move it to the"),
 ]
 
 

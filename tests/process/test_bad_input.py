@@ -73,6 +73,14 @@ def ends_in_one_line(run: Running, said: str, status: int = 1) -> None:
             "batch = 32 if me == 'w1' else 16",
             "settings differ: batch is 16 on w0 but 32 on w1; call pliant.join with the same arguments on every worker",
         ),
+        (
+            "model = nn.Linear(6, 3, device='meta')",
+            "failed: the model is on 'meta', where the gradients of several workers cannot be summed: move it to the",
+        ),
+        (
+            "torch.__version__ = '2.6.1' if me == 'w1' else '2.7.0+cpu'",
+            "versions of torch differ: 2.7 on w0 but 2.6 on w1; install the same one for all workers",
+        ),
         ("batch = 2.5", "failed: batch is 2.5: give a positive whole number of samples, e.g. batch=256"),
     ],
 )

@@ -41,6 +41,11 @@ class Signature(msgspec.Struct, frozen=True):
     parameters: list[tuple[str, list[int], str]]
     """name, shape, dtype, in the optimizer's order"""
     settings: dict[str, str]
+    torch: Name = ""
+    """major and minor version, as of Python"""
+    python: Name = ""
+    device: Name = ""
+    """the kind of device that the parameters are on"""
 
 
 # worker -> coordinator
