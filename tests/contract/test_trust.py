@@ -30,7 +30,7 @@ from pliant.control import app, gate, port, tls
 from pliant.control import messages as m
 from pliant.control.agent import AgentLink
 from pliant.control.client import Link
-from pliant.control.door import WRONG_TOKEN
+from pliant.control.door import WRONG_TOKEN, Door, address_of, check_brackets, host_in
 from pliant.control.gate import Gate
 from pliant.errors import PliantError, Refused, RunEnded, UsageError
 from pliant.launch import asking, certificates, trust
@@ -732,7 +732,37 @@ def test_a_worker_is_led_nowhere_else_either(name: str) -> None:
     assert m.decode_from_coordinator(m.encode(welcome)) == welcome
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])
+@pytest.mark.parametrize("address", ["127.0.1.1", "::1"])
+def test_a_name_that_is_loopback_here_is_refused(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    places = [(family, socket.SOCK_STREAM, 6, "", (address, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
+    for own in (Trust(), Trust(insecure=True), Trust("cert", "key", "ca")):
+        with pytest.raises(UsageError, match=f"--host debian is {address} on this machine, where no other one can"):
+            run_directory.check_exposure("debian", own)
+    with pytest.raises(UsageError, match="--host debian is"):
+        run_directory.bound("debian", 0)
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "*", "0", "fe80::1", "fe80::1%lo"])
+def test_what_is_no_address_for_others_is_refused(host: str) -> None:
+    with pytest.raises(UsageError, match=r"no address that others can reach|link-local"):
+        run_directory.check_exposure(host, Trust("cert", "key", "ca"))
+
+
+def test_addresses_of_both_families() -> None:
+    for host, address in (("::1", "[::1]:80"), ("127.0.0.1", "127.0.0.1:80"), ("a.example", "a.example:80")):
+        assert address_of(host, 80) == address and host_in(address) == host
+        assert Door(address, TOKEN).place == (host, 80)
+        check_brackets(address)
+    with pytest.raises(UsageError, match=r"'::1:80' is no address; put an IPv6 one in brackets, e\.g\. \[::1\]:80"):
+        asking.found(None, "::1:80", None)
+    if socket.has_dualstack_ipv6():
+        with pytest.raises(UsageError, match="2001:db8::1 is no address of this machine"):
+            run_directory.bound("2001:db8::1", 0)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
 def test_loopback_needs_no_certificate(host: str) -> None:
     run_directory.check_exposure(host, Trust())
 

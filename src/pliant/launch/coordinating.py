@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from pliant.control.door import host_in
 from pliant.errors import PliantError, UsageError
 from pliant.launch import directory as run_directory
 from pliant.launch.directory import Trust
@@ -58,7 +59,7 @@ def coordinate(
     charter = _charter(directory)
     access = run_directory.access(directory)
     # Not inherited like the socket: a certificate that was renewed meanwhile is taken by the next coordinator.
-    tls = served(trust or run_directory.trust_in(directory), access.address.rpartition(":")[0])
+    tls = served(trust or run_directory.trust_in(directory), host_in(access.address))
     serving = serve(
         charter, directory, listener, access.token, resume, rewind=rewind, repeat=repeat, on_ready=on_ready, tls=tls
     )
