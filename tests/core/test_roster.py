@@ -768,13 +768,57 @@ def test_a_script_that_never_joins_is_named() -> None:
     assert of(Ended, world.exit("w1", -15))[0].exit_status == 1
 
 
-def test_a_script_that_fails_before_joining_gets_a_second_try() -> None:
+def test_a_script_that_fails_before_joining_gets_a_second_try_while_others_may_join() -> None:
     world = World()
-    world.enlist(1)
+    world.enlist(2)
     assert not of(StopAll, world.exit("w0", 3))
     assert of(Start, world.wait(0.6))
-    (end,) = of(Ended, world.exit("w0", 3))
+    assert of(StopAll, world.exit("w0", 3))
+    (end,) = of(Ended, world.exit("w1", -15))
     assert end.exit_status == 3 and "w0 ended before it called pliant.join" in end.reason
+
+
+@pytest.mark.parametrize("joined", ["hello", "ready"])
+def test_and_while_one_has_joined(joined: str) -> None:
+    world = World()
+    world.enlist(2)
+    world.hello("w0")
+    if joined == "ready":
+        world.ready("w0")
+    assert not of(StopAll, world.exit("w1", 3))
+    assert of(Start, world.wait(0.6, ("w0",)))
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_script_that_fails_on_all_before_any_joins_ends_the_run_at_once(restarted: bool) -> None:
+    world = World()
+    world.enlist(2)
+    assert not of(StopAll, world.exit("w0", 3))
+    if restarted:
+        assert of(Start, world.wait(0.6))
+    effects = world.feed(ProcessExited(OWNER, SlotId("w1"), 77, 7, "ValueError: no"))
+    (stop,) = of(StopAll, effects)
+    reason = "w1 ended before it called pliant.join (exit status 7), and so did all others: ValueError: no"
+    assert stop.reason == reason and not of(Start, effects)
+    if restarted:
+        assert of(Terminate, effects) == [Terminate(OWNER, SlotId("w0"))]
+        effects = world.exit("w0", -15)
+    assert of(Ended, effects) == [Ended(reason, completed=False, exit_status=7)]
+
+
+def test_the_only_worker_is_all_of_them() -> None:
+    world = World()
+    world.enlist(1)
+    (end,) = of(Ended, world.exit("w0", 1))
+    assert end == Ended("w0 ended before it called pliant.join (exit status 1)", completed=False, exit_status=1)
+
+
+def test_a_signal_before_joining_is_no_failure_of_the_script() -> None:
+    world = World()
+    world.enlist(2)
+    world.exit("w0", -9)
+    assert not of(StopAll, world.exit("w1", -9))
+    assert len(of(Start, world.wait(0.6))) == 2
 
 
 def test_an_exit_that_is_told_again_counts_once() -> None:

@@ -186,6 +186,17 @@ def test_an_exception_on_all_workers(launch: Launcher) -> None:
     assert sum("failed twice in a row, and so did all others: KeyError: 'mine'" in line for line in run.lines) == 1
 
 
+def test_the_scripts_own_exit_status_is_the_runs(launch: Launcher) -> None:
+    run = launch(
+        """
+        with pliant.join(model, optimizer, batch=16) as run:
+            loop(run, before=lambda: run.round >= 5 and sys.exit(7))
+        """
+    )
+    assert run.wait() == 7, run.output
+    assert "SystemExit: 7" in run.output and "Traceback" not in run.output, run.output
+
+
 def test_an_exception_on_all_workers_after_training(launch: Launcher) -> None:
     """With the last one that fails the state is gone: there is nothing to go on with."""
     run = launch("with pliant.join(model, optimizer, batch=16) as run:\n    loop(run); raise KeyError('mine')\n")

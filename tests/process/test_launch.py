@@ -158,6 +158,24 @@ def test_a_script_that_never_joins_is_named(launch: Launcher) -> None:
     assert "pliant: train.py never called pliant.join: " in run.output
 
 
+def test_what_fails_on_all_workers_before_join_ends_the_run_at_once(launch: Launcher) -> None:
+    run = launch(
+        """
+        import traceback
+        try:
+            raise ValueError("no data")
+        except ValueError:
+            traceback.print_exc()
+            sys.exit(7)
+        """,
+        workers=3,
+    )
+    assert run.wait() == 7, run.output
+    assert run.output.count("Traceback") == 1, run.output
+    said = "ended before it called pliant.join (exit status 7), and so did all others: ValueError: no data"
+    assert [line for line in run.lines if line.endswith(said)], run.output
+
+
 def test_a_traceback_is_shown_once(launch: Launcher) -> None:
     run = launch("raise ValueError('wrong')", workers=4)
     assert run.wait() == 1
