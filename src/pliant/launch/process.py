@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from pliant.launch import child
-from pliant.launch.output import LastError, LineSplitter, SeenTracebacks, TracebackFilter
+from pliant.launch.output import LastError, LineSplitter, SeenTracebacks, TracebackFilter, is_transports
 
 Stream = Literal["stdout", "stderr"]
 _CHUNK = 1 << 16
@@ -195,6 +195,7 @@ class WorkerProcess:
 
     def _show_lines(self, stream: Stream, lines: list[str], now_s: float) -> None:
         if stream == "stderr":
+            lines = [line for line in lines if not is_transports(line)]
             for line in lines:
                 self._last_error.feed(line)
             lines = [shown for line in lines for shown in self._tracebacks.feed(line, now_s)]
