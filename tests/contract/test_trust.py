@@ -40,7 +40,6 @@ from pliant.launch.process import opened
 from pliant.runtime import service
 from pliant.runtime.charter import Charter
 from pliant.runtime.environment import Job, environment_of, job_from
-from pliant.runtime.journaling import JournalFile
 from pliant.tensors import weights
 
 CHARTER = Charter("job", "train.py", "0.1.0", workers=3)
@@ -704,10 +703,9 @@ def test_a_runs_directory_is_its_owners(tmp_path: Path, monkeypatch: pytest.Monk
     given.mkdir(0o755)
     assert mode(run_directory.made(given, "train.py")) == 0o755
     assert mode(given / run_directory.LOGS) == 0o700
-    JournalFile(given / run_directory.JOURNAL).close()
     opened(given / "w0.log").close()
     weights.save(nn.Linear(2, 1), given / weights.FINAL, private=True)
-    for name in (run_directory.JOURNAL, "w0.log", weights.FINAL):
+    for name in ("w0.log", weights.FINAL):
         assert mode(given / name) == 0o600, name
 
 

@@ -111,7 +111,9 @@ def test_a_run_ends_well(launch: Launcher) -> None:
     first, *_, last = records(run)
     assert isinstance(first, journal.RunRecord)
     assert isinstance(last, journal.EndRecord) and last.completed
-    assert (run.directory / "job" / "token").stat().st_mode & 0o777 == 0o600
+    assert (run.directory / "job").stat().st_mode & 0o777 == 0o700
+    for name in ("token", "journal.jsonl", "logs/w2.log", "logs/coordinator.log"):
+        assert (run.directory / "job" / name).stat().st_mode & 0o777 == 0o600, name
     assert "w2 ['w0'" in (run.directory / "job" / "logs" / "w2.log").read_text()
 
 

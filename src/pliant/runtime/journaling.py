@@ -1,14 +1,13 @@
 """The coordinator's journal on disk.
 
 Question  How are records appended, and how does a new coordinator go on where a lost one stopped?
-Holds     Lines are written whole and unbuffered, to a file that only its owner can read. A line torn by a crash is cut
-          off before anything is appended. Workers' records are taken by number: a repetition is ignored, a gap waits.
+Holds     Lines are written whole and unbuffered. A line torn by a crash is cut off before anything is appended.
+          Workers' records are taken by number: a repetition is ignored, a gap waits.
 Source    ours; docs/design/0003-journal.md, docs/design/0007-elastic.md.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -22,8 +21,7 @@ class JournalFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            self._file: BinaryIO = os.fdopen(descriptor, "wb", buffering=0)
+            self._file: BinaryIO = path.open("xb", buffering=0)
         except FileExistsError as error:
             raise UsageError(
                 f"{path} already holds the journal of a run; give another --dir, or move that run away"
