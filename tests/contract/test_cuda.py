@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +15,7 @@ from pliant.errors import UsageError
 from pliant.runtime.membership import Offer, formed
 from pliant.tensors import cuda
 from pliant.tensors import group as groups
+from pliant.worker.signature import check_device, signature
 
 
 class Nowhere:
@@ -30,22 +34,35 @@ def test_a_torch_without_nccl_is_refused_before_anybody_is_contacted(monkeypatch
         cuda.Nccl(Nowhere(), attempt=1, place=0, members=2, address="127.0.0.1", device=torch.device("cuda"))
 
 
-@pytest.mark.parametrize(("device", "chosen"), [("cpu", "Gloo"), ("meta", "Gloo"), ("cuda", "Nccl")])
+def on(device: str) -> torch.optim.Optimizer:
+    """An optimizer of a parameter on a device that this machine may not have."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    optimizer.param_groups[0]["params"] = [SimpleNamespace(device=torch.device(device), requires_grad=False)]
+    return optimizer
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "hpu", "meta"])
+def test_a_device_where_no_group_can_be_formed_is_refused(device: str) -> None:
+    with pytest.raises(UsageError, match=rf"the model is on '{device}', .*: move it to the CPU or to CUDA"):
+        check_device(on(device))
+
+
+def test_the_kind_of_device_and_the_software_are_told() -> None:
+    for device in ("cpu", "cuda:1"):
+        check_device(on(device))
+        told = signature(nn.Linear(1, 1), on(device), {})
+        assert told.device == device.partition(":")[0]
+        assert torch.__version__.startswith(f"{told.torch}.") and told.torch.count(".") == 1
+        assert sys.version.startswith(f"{told.python}.") and told.python.count(".") == 1
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("cpu", "Gloo"), ("cuda", "Nccl")])
 def test_the_group_follows_the_models_device(monkeypatch: pytest.MonkeyPatch, device: str, chosen: str) -> None:
     made: list[str] = []
     monkeypatch.setattr(groups, "Gloo", lambda *_, **__: made.append("Gloo"))
     monkeypatch.setattr(cuda, "Nccl", lambda *_, **__: made.append("Nccl"))
     model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    class Elsewhere:
-        """Stands for a parameter on a device that this machine may not have."""
-
-        device: torch.device
-
-    parameter = Elsewhere()
-    parameter.device = torch.device(device)
-    optimizer.param_groups[0]["params"] = [parameter]
+    optimizer = on(device)
     offer = Offer(model, optimizer, Policy(8), {}, {}, lambda members: None)  # type: ignore[arg-type,return-value]
     formed(Nowhere(), 1, 0, 2, "127.0.0.1", offer)
     assert made == [chosen]

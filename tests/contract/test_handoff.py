@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from pliant.proof import NONCE_BYTES, PROOF_BYTES
 from pliant.tensors import handoff, memory, stream
 from pliant.tensors.handoff import Donor, Recipient
 
@@ -362,3 +363,50 @@ def test_a_donor_survives_whatever_connects(donor: Donor, newcomer: Recipient) -
         connection.sendall(b"\xff" * 100)
         assert reader.read() == b""
     assert passed(donor, newcomer, {"x": 1}) == (7, {"x": 1})
+
+
+# -- strangers
+
+
+def connected(donor: Donor) -> socket.socket:
+    host, _, port = donor.address.partition(":")
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+
+
+def test_idle_strangers_shut_out_no_newcomer(donor: Donor) -> None:
+    strangers: list[socket.socket] = []
+    try:
+        for _ in range(handoff._STRANGERS + 10):
+            strangers.append(connected(donor))
+            # It has the greeting, and so a place.
+            assert strangers[-1].recv(1) == b"p"
+        newcomer = Recipient(donor.address, TOKEN)
+        assert passed(donor, newcomer, {"x": 1}) == (7, {"x": 1})
+        newcomer.close()
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_there_is_an_end_to_newcomers_too(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoff, "_CONNECTIONS", 1)
+    first, second = Recipient(donor.address, TOKEN), None
+    try:
+        assert passed(donor, first, {"x": 1}) == (7, {"x": 1})
+        second = Recipient(donor.address, TOKEN)
+        second.request(1, 7, ["x"])
+        assert until(lambda: second.failed, "the refusal")
+        assert passed(donor, first, {"x": 2}) == (7, {"x": 2})
+    finally:
+        for each in (first, second):
+            if each is not None:
+                each.close()
+
+
+def test_a_stranger_that_trickles_has_one_deadline(donor: Donor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoff, "_GREETING_S", 0.5)
+    with connected(donor) as stranger, pytest.raises(ConnectionError):
+        # One byte less than nonce and proof have: it is never told that it is wrong.
+        for _ in range(NONCE_BYTES + PROOF_BYTES - 1):
+            stranger.sendall(b"x")
+            time.sleep(0.1)

@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection
 from websockets.sync.client import connect as open_websocket
@@ -28,15 +30,17 @@ from pliant.control import app, gate, port, tls
 from pliant.control import messages as m
 from pliant.control.agent import AgentLink
 from pliant.control.client import Link
-from pliant.control.door import WRONG_TOKEN
+from pliant.control.door import WRONG_TOKEN, Door, address_of, check_brackets, host_in
 from pliant.control.gate import Gate
 from pliant.errors import PliantError, Refused, RunEnded, UsageError
 from pliant.launch import asking, certificates, trust
 from pliant.launch import directory as run_directory
 from pliant.launch.directory import Access, Trust
+from pliant.launch.process import opened
 from pliant.runtime import service
 from pliant.runtime.charter import Charter
 from pliant.runtime.environment import Job, environment_of, job_from
+from pliant.tensors import weights
 
 CHARTER = Charter("job", "train.py", "0.1.0", workers=3)
 TOKEN = "the token of the job"
@@ -413,6 +417,17 @@ def test_frames_are_small_until_the_proof_and_bounded_after_it(house: House) -> 
     as_person(house.access())
 
 
+def test_a_stranger_cannot_say_that_it_comes_from_elsewhere(house: House) -> None:
+    connection = http.client.HTTPConnection(*house.place, timeout=WAIT_S)
+    for number in range(3):
+        headers = {"Authorization": "none", "X-Forwarded-For": f"192.0.2.{number}"}
+        connection.request("GET", "/status", headers=headers)
+        assert connection.getresponse().read() is not None
+    connection.close()
+    refused = [line for line in house.log if "refused" in line]
+    assert refused and all("from 127.0.0.1" in line for line in refused), house.log
+
+
 def test_bodies_and_headers_are_bounded(house: House) -> None:
     assert asked(house, "POST", "/scale", bytes(app.BODY_BYTES + 1))[0] == 413
     with contextlib.suppress(ConnectionError):
@@ -674,7 +689,78 @@ def test_a_secured_socket_is_read_and_written_at_once(tmp_path: Path) -> None:
 # -- where it listens
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_runs_directory_is_its_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for directory in (None, tmp_path / "deep" / "job"):
+        made = run_directory.made(directory, "train.py")
+        assert mode(made) == mode(made / run_directory.LOGS) == 0o700
+    # One that was there is the user's own, and stays as it is; what is private in it is so by itself.
+    given = tmp_path / "given"
+    given.mkdir(0o755)
+    assert mode(run_directory.made(given, "train.py")) == 0o755
+    assert mode(given / run_directory.LOGS) == 0o700
+    opened(given / "w0.log").close()
+    weights.save(nn.Linear(2, 1), given / weights.FINAL, private=True)
+    for name in ("w0.log", weights.FINAL):
+        assert mode(given / name) == 0o600, name
+
+
+NO_SLOT = ["", "w", "0", "w-1", "w0/../x", "../w0", "/tmp/w0", "w0.log", "w0\n", "w٣"]
+
+
+@pytest.mark.parametrize("name", NO_SLOT)
+def test_a_name_that_leads_elsewhere_is_no_message(name: str) -> None:
+    for message in (m.Start(name), m.Enlisted("job", "a0", 1, ["w0", name])):
+        with pytest.raises(msgspec.DecodeError):
+            m.decode_to_agent(m.encode(message))
+    assert m.decode_to_agent(m.encode(m.Start("w17"))) == m.Start("w17")
+
+
+@pytest.mark.parametrize("name", [".", "..", "a/b", "../up", "/etc", "x\0"])
+def test_a_worker_is_led_nowhere_else_either(name: str) -> None:
+    era = m.EraStart(1, 1, 1, ["w0"], "w0", 0, {}, checkpoints=[name])
+    for message in (m.Welcome(name, "w0", 1, 5.0, 0), m.Named([name]), era):
+        with pytest.raises(msgspec.DecodeError):
+            m.decode_from_coordinator(m.encode(message))
+    welcome = m.Welcome("train-2026.1 (b)", "w0", 1, 5.0, 0)
+    assert m.decode_from_coordinator(m.encode(welcome)) == welcome
+
+
+@pytest.mark.parametrize("address", ["127.0.1.1", "::1"])
+def test_a_name_that_is_loopback_here_is_refused(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    places = [(family, socket.SOCK_STREAM, 6, "", (address, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
+    for own in (Trust(), Trust(insecure=True), Trust("cert", "key", "ca")):
+        with pytest.raises(UsageError, match=f"--host debian is {address} on this machine, where no other one can"):
+            run_directory.check_exposure("debian", own)
+    with pytest.raises(UsageError, match="--host debian is"):
+        run_directory.bound("debian", 0)
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "*", "0", "fe80::1", "fe80::1%lo"])
+def test_what_is_no_address_for_others_is_refused(host: str) -> None:
+    with pytest.raises(UsageError, match=r"no address that others can reach|link-local"):
+        run_directory.check_exposure(host, Trust("cert", "key", "ca"))
+
+
+def test_addresses_of_both_families() -> None:
+    for host, address in (("::1", "[::1]:80"), ("127.0.0.1", "127.0.0.1:80"), ("a.example", "a.example:80")):
+        assert address_of(host, 80) == address and host_in(address) == host
+        assert Door(address, TOKEN).place == (host, 80)
+        check_brackets(address)
+    with pytest.raises(UsageError, match=r"'::1:80' is no address; put an IPv6 one in brackets, e\.g\. \[::1\]:80"):
+        asking.found(None, "::1:80", None)
+    if socket.has_dualstack_ipv6():
+        with pytest.raises(UsageError, match="2001:db8::1 is no address of this machine"):
+            run_directory.bound("2001:db8::1", 0)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
 def test_loopback_needs_no_certificate(host: str) -> None:
     run_directory.check_exposure(host, Trust())
 

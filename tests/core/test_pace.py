@@ -62,3 +62,9 @@ def test_who_is_dealt_nothing_is_forgiven_in_time_and_no_more_than_the_mean() ->
         assert before <= pacing.paces()[1] <= sum(pacing.paces()) / 2 + 1e-9
     assert pacing.paces()[1] > 50 * slow
     assert forgiven(pacing, [ticket(8, 0.02), ticket(8, 0.02)]) == pacing
+
+
+def test_means_are_exact_so_that_all_versions_of_python_decide_alike() -> None:
+    # 2**53 + 1 + 1 loses both in a sum from left to right, and none in one that compensates.
+    pacing = measure(unmeasured(4), [ticket(2**53, 1.0), ticket(1, 1.0), ticket(1, 1.0), ticket(0, 0.0)])
+    assert pacing.paces()[3] == (2**53 + 2) / 3 != 2**53 / 3

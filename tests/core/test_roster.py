@@ -54,7 +54,14 @@ from pliant.core.members import Gathering, Over, Roster, Rules, Running, Steady,
 from pliant.core.terms import Terms, difference, length_difference
 from pliant.types import WorkerId
 
-TERMS = Terms("0.1.0", (("fc.weight", (10, 64), "float32"), ("fc.bias", (10,), "float32")), (("batch", "256"),))
+TERMS = Terms(
+    "0.1.0",
+    (("fc.weight", (10, 64), "float32"), ("fc.bias", (10,), "float32")),
+    (("batch", "256"),),
+    torch="2.13",
+    python="3.11",
+    device="cpu",
+)
 OWNER = AgentId("a0")
 Kind = TypeVar("Kind")
 
@@ -184,8 +191,11 @@ OTHERS = [
     (replace(TERMS, settings=(("batch", "128"),)), "settings differ: batch is 256 on w0 but 128 on w1; call pliant"),
     (
         replace(TERMS, version="0.2.0"),
-        "versions differ: 0.1.0 on w0 but 0.2.0 on w1; install the same versions",
+        "versions of Pliant differ: 0.1.0 on w0 but 0.2.0 on w1; install the same one",
     ),
+    (replace(TERMS, torch="2.12"), "versions of torch differ: 2.13 on w0 but 2.12 on w1; install the same one"),
+    (replace(TERMS, python="3.12"), "versions of Python differ: 3.11 on w0 but 3.12 on w1; install the same one"),
+    (replace(TERMS, device="cuda"), "devices differ: the model is on cpu on w0 but on cuda on w1; move it to the"),
 ]
 
 
@@ -841,13 +851,57 @@ def test_a_script_that_never_joins_is_named() -> None:
     assert of(Ended, world.exit("w1", -15))[0].exit_status == 1
 
 
-def test_a_script_that_fails_before_joining_gets_a_second_try() -> None:
+def test_a_script_that_fails_before_joining_gets_a_second_try_while_others_may_join() -> None:
     world = World()
-    world.enlist(1)
+    world.enlist(2)
     assert not of(StopAll, world.exit("w0", 3))
     assert of(Start, world.wait(0.6))
-    (end,) = of(Ended, world.exit("w0", 3))
+    assert of(StopAll, world.exit("w0", 3))
+    (end,) = of(Ended, world.exit("w1", -15))
     assert end.exit_status == 3 and "w0 ended before it called pliant.join" in end.reason
+
+
+@pytest.mark.parametrize("joined", ["hello", "ready"])
+def test_and_while_one_has_joined(joined: str) -> None:
+    world = World()
+    world.enlist(2)
+    world.hello("w0")
+    if joined == "ready":
+        world.ready("w0")
+    assert not of(StopAll, world.exit("w1", 3))
+    assert of(Start, world.wait(0.6, ("w0",)))
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_script_that_fails_on_all_before_any_joins_ends_the_run_at_once(restarted: bool) -> None:
+    world = World()
+    world.enlist(2)
+    assert not of(StopAll, world.exit("w0", 3))
+    if restarted:
+        assert of(Start, world.wait(0.6))
+    effects = world.feed(ProcessExited(OWNER, SlotId("w1"), 77, 7, "ValueError: no"))
+    (stop,) = of(StopAll, effects)
+    reason = "w1 ended before it called pliant.join (exit status 7), and so did all others: ValueError: no"
+    assert stop.reason == reason and not of(Start, effects)
+    if restarted:
+        assert of(Terminate, effects) == [Terminate(OWNER, SlotId("w0"))]
+        effects = world.exit("w0", -15)
+    assert of(Ended, effects) == [Ended(reason, completed=False, exit_status=7)]
+
+
+def test_the_only_worker_is_all_of_them() -> None:
+    world = World()
+    world.enlist(1)
+    (end,) = of(Ended, world.exit("w0", 1))
+    assert end == Ended("w0 ended before it called pliant.join (exit status 1)", completed=False, exit_status=1)
+
+
+def test_a_signal_before_joining_is_no_failure_of_the_script() -> None:
+    world = World()
+    world.enlist(2)
+    world.exit("w0", -9)
+    assert not of(StopAll, world.exit("w1", -9))
+    assert len(of(Start, world.wait(0.6))) == 2
 
 
 def test_an_exit_that_is_told_again_counts_once() -> None:

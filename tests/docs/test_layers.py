@@ -83,6 +83,41 @@ def test_core_has_no_effects() -> None:
             assert not foreign(path) & EFFECTS, path
 
 
+WHOLE = {
+    ("arrivals", "agent_arrived"),
+    ("dealing", "floating"),
+    ("dealing", "without_crumbs"),
+    ("drawing", "made_up"),
+    ("ledger", "granted_samples"),
+    ("ledger", "remaining"),
+    # Only where a value is infinite or undefined, and so is the sum.
+    ("measures", "_added"),
+    ("noise", "contributed"),
+    ("postscripts", "read"),
+    ("rounds", "settled"),
+    ("rounds", "_trained"),
+    ("shares", "apportion"),
+    ("shares", "entitlements"),
+    ("slots", "room"),
+}
+"""functions of core whose ``sum`` adds whole numbers"""
+
+
+def test_core_sums_floats_exactly_rounded() -> None:
+    """Python 3.12 made ``sum`` of floats another number than 3.11: a decision of all workers needs ``math.fsum``."""
+    found: set[tuple[str, str]] = set()
+    for path in modules():
+        if layer_of(path) != "core":
+            continue
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+                if any(isinstance(call, ast.Name) and call.id == "sum" for call in calls):
+                    found.add((path.stem, function.name))
+    assert found <= WHOLE, "use math.fsum, or name the function here if it adds whole numbers"
+    assert found == WHOLE, "these do not add any more"
+
+
 def test_control_needs_no_torch() -> None:
     for path in modules():
         if layer_of(path) == "control":

@@ -73,6 +73,14 @@ def ends_in_one_line(run: Running, said: str, status: int = 1) -> None:
             "batch = 32 if me == 'w1' else 16",
             "settings differ: batch is 16 on w0 but 32 on w1; call pliant.join with the same arguments on every worker",
         ),
+        (
+            "model = nn.Linear(6, 3, device='meta')",
+            "failed: the model is on 'meta', where the gradients of several workers cannot be summed: move it to the",
+        ),
+        (
+            "torch.__version__ = '2.6.1' if me == 'w1' else '2.7.0+cpu'",
+            "versions of torch differ: 2.7 on w0 but 2.6 on w1; install the same one for all workers",
+        ),
         ("batch = 2.5", "failed: batch is 2.5: give a positive whole number of samples, e.g. batch=256"),
     ],
 )
@@ -176,6 +184,17 @@ def test_an_exception_on_all_workers(launch: Launcher) -> None:
     assert run.output.count("Traceback") == 1
     assert sum("] KeyError: 'mine'" in line for line in run.lines) == 1
     assert sum("failed twice in a row, and so did all others: KeyError: 'mine'" in line for line in run.lines) == 1
+
+
+def test_the_scripts_own_exit_status_is_the_runs(launch: Launcher) -> None:
+    run = launch(
+        """
+        with pliant.join(model, optimizer, batch=16) as run:
+            loop(run, before=lambda: run.round >= 5 and sys.exit(7))
+        """
+    )
+    assert run.wait() == 7, run.output
+    assert "SystemExit: 7" in run.output and "Traceback" not in run.output, run.output
 
 
 def test_an_exception_on_all_workers_after_training(launch: Launcher) -> None:

@@ -111,7 +111,9 @@ def test_a_run_ends_well(launch: Launcher) -> None:
     first, *_, last = records(run)
     assert isinstance(first, journal.RunRecord)
     assert isinstance(last, journal.EndRecord) and last.completed
-    assert (run.directory / "job" / "token").stat().st_mode & 0o777 == 0o600
+    assert (run.directory / "job").stat().st_mode & 0o777 == 0o700
+    for name in ("token", "journal.jsonl", "logs/w2.log", "logs/coordinator.log"):
+        assert (run.directory / "job" / name).stat().st_mode & 0o777 == 0o600, name
     assert "w2 ['w0'" in (run.directory / "job" / "logs" / "w2.log").read_text()
 
 
@@ -158,10 +160,44 @@ def test_a_script_that_never_joins_is_named(launch: Launcher) -> None:
     assert "pliant: train.py never called pliant.join: " in run.output
 
 
+def test_what_fails_on_all_workers_before_join_ends_the_run_at_once(launch: Launcher) -> None:
+    run = launch(
+        """
+        import traceback
+        try:
+            raise ValueError("no data")
+        except ValueError:
+            traceback.print_exc()
+            sys.exit(7)
+        """,
+        workers=3,
+    )
+    assert run.wait() == 7, run.output
+    assert run.output.count("Traceback") == 1, run.output
+    said = "ended before it called pliant.join (exit status 7), and so did all others: ValueError: no data"
+    assert [line for line in run.lines if line.endswith(said)], run.output
+
+
+def test_the_transports_own_lines_are_in_the_log_alone(launch: Launcher) -> None:
+    run = launch(
+        """
+        gloo = "[E1118 11:24:11.640973595 ProcessGroupGloo.cpp:67] Gloo connectFullMesh failed"
+        text = f"{gloo}\\n[epoch 1] mine\\nTraceback (most recent call last):\\n{gloo}\\nValueError: x\\n"
+        os.write(2, text.encode())
+        sys.exit(3)
+        """,
+        workers=1,
+    )
+    assert run.wait() == 3, run.output
+    assert "Gloo" not in run.output and "[w0] [epoch 1] mine" in run.lines, run.output
+    assert run.output.endswith("pliant: the run is in job") and "(exit status 3): ValueError: x" in run.output
+    assert (run.directory / "job" / "logs" / "w0.log").read_text().count("Gloo connectFullMesh failed") == 2
+
+
 def test_a_traceback_is_shown_once(launch: Launcher) -> None:
     run = launch("raise ValueError('wrong')", workers=4)
     assert run.wait() == 1
-    assert run.output.count("ValueError: wrong") == 1
+    assert sum(line.endswith("] ValueError: wrong") for line in run.lines) == 1
     assert run.output.count("Traceback") == 1
 
 

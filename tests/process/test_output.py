@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pliant.core import journal
 from pliant.errors import UsageError
-from pliant.launch.output import LastError, LineSplitter, SeenTracebacks, TracebackFilter
+from pliant.launch.output import LastError, LineSplitter, SeenTracebacks, TracebackFilter, is_transports
 from pliant.launch.process import WorkerProcess
 from pliant.runtime.environment import Job, environment_of, job_from
 from pliant.runtime.status import Tally
@@ -65,6 +65,29 @@ def test_a_redrawn_line_is_shown_once_a_second() -> None:
     shown = [line for step in range(30) for line in splitter.feed(b"\r%d%%" % step, step / 10)]
     assert 2 <= len(shown) <= 3
     assert splitter.feed(b"\r100%\n", 3.0) == ["100%"]
+
+
+GLOO = [
+    "[E1118 11:24:11.640973595 ProcessGroupGloo.cpp:67] Gloo connectFullMesh failed with [/x/gloo/pair.cc:1] x",
+    "[rank0]:[W1118 11:24:11.640973595 ProcessGroupGloo.cpp:67] x",
+    "[W1118 11:24:11.640973595 socket.cpp:759] [c10d] The client socket has failed to connect to [vm]:29500",
+    "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/debug_logger.cc:9] ERROR failed to connect, willRetry=1",
+]
+
+
+@pytest.mark.parametrize("line", GLOO)
+def test_the_transports_own_lines_are_told_from_the_users(line: str) -> None:
+    assert is_transports(line)
+    for own in (
+        f"caught: {line}",
+        f" {line}",
+        line[1:],
+        "[E] ProcessGroupGloo.cpp",
+        "[epoch 3] loss 0.1",
+        "[W0] gloo/",
+    ):
+        assert not is_transports(own)
+    assert not is_transports("[E1118 11:24:11.640973595 ProcessGroupNCCL.cpp:67] Watchdog caught collective operation")
 
 
 def test_a_traceback_is_shown_once_for_all_workers() -> None:
@@ -147,6 +170,21 @@ def test_the_status_follows_the_journal() -> None:
     tally.add(told, 60.0)
     tally.add(round_record(6, [6, 4, 0]), 60.0)
     assert "batch 10 · noise 1,234 · rate" in progress.line(status)
+
+
+def test_an_evaluation_that_is_over_is_not_shown() -> None:
+    tally = Tally("job")
+    evaluation = journal.PhaseRecord(2, "evaluate", 0, 80, 80, [4], [1], 0)
+    tally.add(journal.EraRecord(1, ["w0"]), 0.0)
+    tally.add(journal.PhaseRecord(1, "train", 0, 80, 80, [4], [1], 0), 0.0)
+    for over in ("train", ""):
+        tally.add(msgspec.structs.replace(evaluation, inner=over == "train"), 1.0)
+        assert tally.status.is_evaluating and " · evaluating · " in progress.line(tally.status)
+        tally.add(journal.PhaseEndRecord(2, [], 0.75), 2.0)
+        assert tally.status.task == over and "evaluating" not in progress.line(tally.status)
+        if over:
+            tally.add(journal.PhaseEndRecord(1, [], None), 2.0)
+    assert tally.status.results == 2
 
 
 def test_who_is_in_the_journal_alone_is_not_on_its_way() -> None:

@@ -21,8 +21,14 @@ Status = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 Name = Annotated[str, msgspec.Meta(max_length=100)]
 """Of a slot, a worker, a launcher, a version: ``w17.203`` is a long one."""
 
-Directory = Annotated[str, msgspec.Meta(max_length=100, pattern=r"^[0-9A-Za-z][0-9A-Za-z_-]*$")]
+Directory = Annotated[str, msgspec.Meta(max_length=100, pattern=r"^[0-9A-Za-z][0-9A-Za-z_-]*\Z")]
 """Of a checkpoint: old ones are removed by this name, so it must not lead anywhere else."""
+
+Slot = Annotated[str, msgspec.Meta(max_length=100, pattern=r"^w[0-9]+\Z")]
+"""Of a process that a launcher is to start: its log bears this name, so it must not lead anywhere else."""
+
+JobName = Annotated[str, msgspec.Meta(max_length=255, pattern=r"^(?!\.{1,2}\Z)[^/\x00]*\Z")]
+"""Of a run directory: its checkpoints lie under this name, so it must not lead anywhere else."""
 
 Address = Annotated[str, msgspec.Meta(max_length=300)]
 """``host:port``; names of hosts have at most 253 characters."""
@@ -35,6 +41,11 @@ class Signature(msgspec.Struct, frozen=True):
     parameters: list[tuple[str, list[int], str]]
     """name, shape, dtype, in the optimizer's order"""
     settings: dict[str, str]
+    torch: Name = ""
+    """major and minor version, as of Python"""
+    python: Name = ""
+    device: Name = ""
+    """the kind of device that the parameters are on"""
 
 
 # worker -> coordinator
@@ -197,7 +208,7 @@ class Past(msgspec.Struct, frozen=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    job: str
+    job: JobName
     worker: str
     """the name given, or confirmed"""
     term: int
@@ -227,7 +238,7 @@ class EraStart(msgspec.Struct, frozen=True, tag="era"):
     """where each member hands its state on"""
     records: int = 0
     """journal records of the workers that are written: where nothing was settled, all go on counting from there"""
-    checkpoints: list[str] = []
+    checkpoints: list[Directory] = []
     """nobody holds the state: the donor reads the first of these that is whole, and tells the others"""
     round: int = 0
     """with these: the last one in the journal, whose number is not used again"""
@@ -281,7 +292,7 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
 class Named(msgspec.Struct, frozen=True, tag="named"):
     """The checkpoints that exist, newest first; older ones may be removed."""
 
-    names: list[str]
+    names: list[Directory]
 
 
 class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
@@ -340,14 +351,14 @@ class Enlisted(msgspec.Struct, frozen=True, tag="enlisted"):
     job: str
     agent: str
     term: int
-    slots: list[str]
+    slots: list[Slot]
     """names of all its slots"""
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """Start (again) the process of a slot. A name the launcher does not know yet is a new slot (``pliant scale``)."""
 
-    slot: str
+    slot: Slot
 
 
 class Terminate(msgspec.Struct, frozen=True, tag="terminate"):

@@ -53,6 +53,8 @@ class Settings(uvicorn.Config):
             log_level="critical",
             access_log=False,
             server_header=False,
+            # uvicorn would believe what a local stranger says of its own address.
+            proxy_headers=False,
             timeout_graceful_shutdown=1,
         )
         self.gate = gate

@@ -1,12 +1,14 @@
 """How fast each worker is, from what its tickets said.
 
 Question  How many samples per second does each worker manage, and how long does a round take?
-Holds     Pure functions of the tickets, the same on all workers. Waiting never counts as slowness.
+Holds     Pure functions of the tickets, the same on all workers: sums are exactly rounded, because Python's own
+          ``sum`` of floats is not the same in all its versions. Waiting never counts as slowness.
 Source    ours; docs/design/0002-rounds.md.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -50,7 +52,7 @@ class Pacing(msgspec.Struct, frozen=True):
         """Samples per second of each worker; an unmeasured one counts as the mean of the others."""
         paces = [m.samples_per_s for m in self.members]
         known = [pace for pace in paces if pace is not None]
-        mean = sum(known) / len(known) if known else 1.0
+        mean = math.fsum(known) / len(known) if known else 1.0
         return tuple([pace or mean for pace in paces])
 
     @property
@@ -78,7 +80,7 @@ def measure(pacing: Pacing, tickets: Sequence[Ticket]) -> Pacing:
     round_s = max([ticket.busy_s + ticket.idle_s for ticket in working])
     # The last worker to hand in waits for the summation alone; everyone else also for that worker.
     sum_s = min([ticket.sum_s for ticket in tickets])
-    cost_s = sum([ticket.cost_s for ticket in tickets]) / len(tickets)
+    cost_s = math.fsum(ticket.cost_s for ticket in tickets) / len(tickets)
     return Pacing(
         members,
         round_s=_follow(pacing.round_s, round_s),
@@ -93,7 +95,7 @@ def forgiven(pacing: Pacing, tickets: Sequence[Ticket]) -> Pacing:
     Else one bad measurement (a short ``evaluate`` in which it had to wait) would leave it without samples for ever.
     """
     paces = pacing.paces()
-    mean = sum(paces) / len(paces)
+    mean = math.fsum(paces) / len(paces)
     members = tuple(
         Pace(member.samples, max(_FORGIVING * member.busy_s, member.samples / mean))
         if ticket.samples == 0 and (member.samples_per_s or mean) < mean

@@ -2,7 +2,8 @@
 
 Question  What follows from the end of a process, and who goes when somebody is to go?
 Holds     A process that was not done is started again after a cooldown; one that left on purpose is not. What a restart
-          cannot mend is not tried again and again: where nothing has begun yet it ends the run, else that slot.
+          cannot mend is not tried again and again: where nothing has begun yet it ends the run, else that slot. A
+          script that fails on all workers before any of them has joined ends the run at once.
 Source    ours; docs/protocol.md.
 """
 
@@ -109,7 +110,7 @@ def _judged(state: Roster, slot: Slot, process: Ending, now_s: float) -> Step:
         # It went in good order while there was no coordinator to tell.
         return with_slot(state, replace(slot, fate=Fate.LEFT)), ()
     if not process.greeted and not slot.inherited and process.status >= 0:
-        return _unjoined(state, slot, process.status, now_s)
+        return _unjoined(state, slot, process, now_s)
     if not error and process.status > 0 and process.status != QUIET_EXIT:
         error = ending(process.status)
     slot = replace(slot, errors=(*slot.errors, error)[-2:], unjoined=0)
@@ -122,7 +123,8 @@ def _judged(state: Roster, slot: Slot, process: Ending, now_s: float) -> Step:
     return with_slot(state, _cooling(slot, now_s)), ()
 
 
-def _unjoined(state: Roster, slot: Slot, status: int, now_s: float) -> Step:
+def _unjoined(state: Roster, slot: Slot, process: Ending, now_s: float) -> Step:
+    status = process.status
     if status == 0:
         text = (
             f"{state.rules.script} never called pliant.join: {slot.name} ended without joining; "
@@ -130,10 +132,18 @@ def _unjoined(state: Roster, slot: Slot, status: int, now_s: float) -> Step:
         )
         return given_up(state, slot, text, now_s, status=1)
     text = f"{slot.name} ended before it called pliant.join ({ending(status)})"
-    if slot.unjoined + 1 >= UNJOINED_TIMES:
+    slot = replace(slot, unjoined=slot.unjoined + 1)
+    state = with_slot(state, slot)
+    if slot.unjoined >= UNJOINED_TIMES:
         return given_up(state, slot, text, now_s)
-    slot = _cooling(replace(slot, unjoined=slot.unjoined + 1), now_s)
-    return with_slot(state, slot), (Note("ended", f"{text}; it is started again", slot.name),)
+    nobody = not any(other.names or other.inherited for other in state.slots)
+    if nobody and all(other.unjoined for other in state.slots if other.fate is Fate.KEPT):
+        # One may be bad luck; what all of them meet is in the script.
+        others = ", and so did all others" if len(state.slots) > 1 else ""
+        error = f": {process.error}" if process.error else ""
+        return endings.stop(state, f"{text}{others}{error}", now_s, culprit=slot.name)
+    again = "it is started again, unless all others end so too" if nobody else "it is started again"
+    return with_slot(state, _cooling(slot, now_s)), (Note("ended", f"{text}; {again}", slot.name),)
 
 
 def given_up(state: Roster, slot: Slot, text: str, now_s: float, status: int | None = None) -> Step:

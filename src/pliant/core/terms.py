@@ -1,6 +1,7 @@
 """What all workers of a group must have in common.
 
-Question  Do these workers train the same model with the same settings, and if not, what differs?
+Question  Can these workers train together: with the same software, on the same kind of device, the same model with the
+          same settings? If not, what differs?
 Holds     Workers with equal terms never differ; of unequal ones the first difference is named with both
           values and both workers, in one line that says what to do.
 Source    ours; docs/protocol.md.
@@ -24,6 +25,12 @@ class Terms(msgspec.Struct, frozen=True):
     version: str
     parameters: tuple[Parameter, ...]
     settings: tuple[tuple[str, str], ...]
+    torch: str = ""
+    """major and minor version: groups of two of them may not form"""
+    python: str = ""
+    """major and minor version: every worker makes the group's decisions itself, to the last bit"""
+    device: str = ""
+    """its kind: a sum on the host and one between GPUs never meet"""
 
 
 def difference(offers: Sequence[tuple[WorkerId, Terms]]) -> str | None:
@@ -34,11 +41,9 @@ def difference(offers: Sequence[tuple[WorkerId, Terms]]) -> str | None:
     for other, others in offers[1:]:
         if others == terms:
             continue
-        if terms.version != others.version:
-            return (
-                f"versions differ: {terms.version} on {first} but {others.version} on {other}; "
-                "install the same versions for all workers"
-            )
+        software = _software_difference(first, terms, other, others)
+        if software is not None:
+            return software
         models = _model_difference(first, terms.parameters, other, others.parameters)
         if models is not None:
             return f"models differ: {models}; give every worker the same model"
@@ -46,6 +51,25 @@ def difference(offers: Sequence[tuple[WorkerId, Terms]]) -> str | None:
         if settings is not None:
             return f"settings differ: {settings}; call pliant.join with the same arguments on every worker"
         return f"{first} and {other} repeat a parameter or a setting differently; name each one once"
+    return None
+
+
+def _software_difference(first: WorkerId, terms: Terms, other: WorkerId, others: Terms) -> str | None:
+    for name, mine, theirs in (
+        ("Pliant", terms.version, others.version),
+        ("torch", terms.torch, others.torch),
+        ("Python", terms.python, others.python),
+    ):
+        if mine != theirs:
+            return (
+                f"versions of {name} differ: {mine} on {first} but {theirs} on {other}; "
+                "install the same one for all workers"
+            )
+    if terms.device != others.device:
+        return (
+            f"devices differ: the model is on {terms.device} on {first} but on {others.device} on {other}; "
+            "move it to the same kind of device on every worker"
+        )
     return None
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from pliant import proof
 from pliant.control import tls
-from pliant.control.door import Door
+from pliant.control.door import Door, check_brackets
 from pliant.errors import Refused, RunEnded, UsageError
 from pliant.launch import directory as run_directory
 from pliant.launch.directory import Access
@@ -43,6 +43,7 @@ def found(directory: Path | None, address: str, token_file: Path | None, authori
 
 def at(address: str, directory: Path | None, token_file: Path | None, authority: Path | None) -> Access:
     """The run at a given address."""
+    check_brackets(address)
     if authority is None and given_authority():
         authority = Path(given_authority())
     if authority is None and directory is not None:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from pliant.control.door import address_of
 from pliant.errors import UsageError
 
 AUTHORITY, CERTIFICATE, KEY = "ca.pem", "coordinator.pem", "coordinator.key"
@@ -87,7 +88,8 @@ def made(directory: Path, hosts: Sequence[str], days: int, now: datetime.datetim
         f"made {where[AUTHORITY]}, {where[CERTIFICATE]} and {where[KEY]}, for {', '.join(names)}, until {until}",
         f"start the run:   pliant run --host {names[0]} --tls-cert {where[CERTIFICATE]} --tls-key {where[KEY]} "
         f"--tls-ca {where[AUTHORITY]} train.py",
-        f"join it:         pliant run --join {names[0]}:PORT --token-file token --tls-ca {AUTHORITY} train.py",
+        f"join it:         pliant run --join {address_of(names[0], 'PORT')} --token-file token "
+        f"--tls-ca {AUTHORITY} train.py",
         f"joiners need copies of {AUTHORITY} and of the run's file `token`; {KEY} never leaves this machine",
     ]
 

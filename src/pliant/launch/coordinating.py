@@ -2,13 +2,15 @@
 
 Question  How does a coordinator get its listening socket, its token and its charter?
 Holds     The socket is inherited, so nobody can take the port between two coordinators. The token is read from the run
-          directory, never from a command line; so are the paths of certificate and key. Torch is not imported.
+          directory, never from a command line; so are the paths of certificate and key. What this process writes, its
+          owner alone can read. Torch is not imported.
 Source    ours; docs/design/0007-elastic.md.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import sys
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from pliant.control.door import host_in
 from pliant.errors import PliantError, UsageError
 from pliant.launch import directory as run_directory
 from pliant.launch.directory import Trust
@@ -55,10 +58,12 @@ def coordinate(
 
     ``rewind``: nobody of it lives, and it goes on from its last checkpoint.
     """
+    # The journal is its owner's alone, in a directory that others may read too.
+    os.umask(0o077)
     charter = _charter(directory)
     access = run_directory.access(directory)
     # Not inherited like the socket: a certificate that was renewed meanwhile is taken by the next coordinator.
-    tls = served(trust or run_directory.trust_in(directory), access.address.rpartition(":")[0])
+    tls = served(trust or run_directory.trust_in(directory), host_in(access.address))
     serving = serve(
         charter, directory, listener, access.token, resume, rewind=rewind, repeat=repeat, on_ready=on_ready, tls=tls
     )

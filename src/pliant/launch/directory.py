@@ -1,8 +1,9 @@
 """The directory of a run.
 
 Question  Where do a run's journal, address, token and logs lie, and how are they found again?
-Holds     A name is taken only once, and a directory with a journal is never used for another run. The token can be
-          read by its owner only; a certificate's key is never copied.
+Holds     A name is taken only once, and a directory with a journal is never used for another run. A directory that a
+          run makes can be entered by its owner only; in one that was there before, token, journal, logs and weights
+          can be read by their owner only. A certificate's key is never copied.
 Source    ours; DESIGN, the user's interface.
 """
 
@@ -27,6 +28,14 @@ HOST = "127.0.0.1"
 
 JOURNAL, ADDRESS, TOKEN, CHARTER, LOGS = "journal.jsonl", "address", "token", "charter.json", "logs"
 METRICS_TOKEN, AUTHORITY, TRUST = "metrics-token", "ca.pem", "trust.json"
+
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_LOCAL_NAMES = ("localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback")
+"""Who gives one of these means this machine alone."""
+
+PRIVATE = 0o700
+"""Journal, logs and weights tell other users of the machine what is trained, and on what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,8 @@ def made(directory: Path | None, script: str) -> Path:
     """The run directory, made if needed, with room for logs."""
     try:
         found = _fresh(Path(script).stem) if directory is None else directory
-        (found / LOGS).mkdir(parents=True, exist_ok=True)
+        found.mkdir(PRIVATE, parents=True, exist_ok=True)
+        (found / LOGS).mkdir(PRIVATE, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot make {directory or 'runs'}: {error.strerror}; give another --dir") from error
     return found.resolve()
@@ -139,11 +149,23 @@ def trust_in(directory: Path) -> Trust:
 
 
 def check_address(host: str) -> None:
-    """Refuse what stands for all addresses: workers of other machines are told where to go."""
-    if host in ("", "0.0.0.0", "::", "*"):
+    """Refuse what stands for all addresses or for another machine elsewhere: others are told to go there."""
+    found, literal = _resolved(host), _literal(host)
+    if host in ("", "*") or any(each.is_unspecified for each in found):
         raise UsageError(
             f"--host {host or repr('')} is no address that others can reach; "
             "give the one by which other machines know this one"
+        )
+    own = next((each for each in found if each.is_loopback), None)
+    if own is not None and literal is None and host.lower() not in _LOCAL_NAMES:
+        # Debian gives a machine's own name the address 127.0.1.1.
+        raise UsageError(
+            f"--host {host} is {own} on this machine, where no other one can reach it; give the address by which "
+            f"others know this machine, or --host {HOST} for workers of this one alone"
+        )
+    if literal is not None and literal.version == 6 and literal.is_link_local:
+        raise UsageError(
+            f"--host {host} is a link-local address, which means something else on every machine; give another one"
         )
 
 
@@ -159,12 +181,25 @@ def check_exposure(host: str, trust: Trust) -> None:
 
 
 def _is_loopback(host: str) -> bool:
+    # Without any it is no address of this machine either, which is said when it is bound.
+    return all(each.is_loopback for each in _resolved(host))
+
+
+def _literal(host: str) -> IPAddress | None:
+    """The address that ``host`` spells out; None if it is a name."""
     try:
-        found = {place[4][0] for place in socket.getaddrinfo(host, None)}
-    except OSError:
-        # No address of this machine either, which is said when it is bound.
-        return True
-    return all(ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found)
+        return ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+
+
+def _resolved(host: str) -> list[IPAddress]:
+    """The addresses of a name, or the one that it is."""
+    try:
+        found = {str(place[4][0]) for place in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):
+        return []
+    return [ipaddress.ip_address(each.partition("%")[0]) for each in sorted(found)]
 
 
 def newest() -> Path:
@@ -193,19 +228,19 @@ def token_in(path: Path) -> str:
 def bound(host: str, port: int) -> socket.socket:
     """A socket that listens: from here on workers can connect, and wait until a coordinator accepts."""
     check_address(host)
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
-        listener.listen(128)
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # Of a name with several addresses the IPv4 one.
+        family, *_, place = min(places, key=lambda each: each[0] != socket.AF_INET)
+        return socket.create_server(place[:2], family=family, backlog=128)
+    except UnicodeError:
+        raise UsageError(f"{host} is no address of this machine; give another --host") from None
     except OSError as error:
-        listener.close()
         if error.errno == errno.EADDRINUSE:
             raise UsageError(f"port {port} is in use; give another --port, or none to take a free one") from error
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             raise UsageError(f"{host} is no address of this machine; give another --host") from error
         raise UsageError(f"cannot listen on port {port}: {error.strerror}; give another --port") from error
-    return listener
 
 
 def write_private(path: Path, text: str) -> None:
@@ -221,7 +256,7 @@ def _fresh(stem: str) -> Path:
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for candidate in (name, *(f"{name}-{number}" for number in range(2, 100))):
         try:
-            (runs / candidate).mkdir(parents=True)
+            (runs / candidate).mkdir(PRIVATE, parents=True)
         except FileExistsError:
             continue
         return runs / candidate

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pliant.control.door import address_of
 from pliant.control.messages import Over
 from pliant.core import journal
 from pliant.launch import directory as run_directory
@@ -67,7 +68,8 @@ async def run_job(spec: JobSpec, *, ui: Screen) -> Outcome:
     with run_directory.bound(spec.host, spec.port) as listener:
         directory = run_directory.made(spec.directory, spec.script)
         authority = Path(spec.trust.authority) if spec.trust.tls else None
-        access = Access(f"{spec.host}:{listener.getsockname()[1]}", secrets.token_urlsafe(32), authority)
+        address = address_of(spec.host, listener.getsockname()[1])
+        access = Access(address, secrets.token_urlsafe(32), authority)
         run_directory.publish(directory, access)
         run_directory.write_trust(directory, spec.trust)
         (directory / run_directory.CHARTER).write_bytes(_charter(spec, directory))

@@ -2,8 +2,9 @@
 
 Question  How do several processes print to one terminal so that a person can read it?
 Holds     Only whole lines are shown. A progress bar that redraws its line is shown at most once a second. A
-          traceback that all workers raise is shown once; nothing else is left out. Of each worker the last exception
-          is known in one line.
+          traceback that all workers raise is shown once. What gloo says in C++ of a peer that has gone is not shown:
+          the coordinator says it in words, and the log has it. Nothing else is left out. Of each worker the last
+          exception is known in one line.
 Source    ours.
 """
 
@@ -22,6 +23,11 @@ LONGEST_LINE = 1 << 16
 
 _TRACEBACK = "Traceback (most recent call last):"
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
+# ``[E1118 11:24:11.640973595 ProcessGroupGloo.cpp:67] …``, ``[/path/of/gloo/transport/tcp/pair.cc:152] ERROR …``
+_TRANSPORT = re.compile(
+    r"(\[rank\d+\]:)?\[[EWI]\d{4} [\d:.]+ (ProcessGroupGloo|socket)\.cpp:\d+\] "
+    r"|\[\S*/gloo/\S+\.(cc|h):\d+\] (ERROR|WARN|INFO)"
+)
 
 
 class LineSplitter:
@@ -51,6 +57,11 @@ class LineSplitter:
         """What is left when no more comes."""
         rest, self._rest = self._rest, b""
         return [_last_drawing(rest)] if rest else []
+
+
+def is_transports(line: str) -> bool:
+    """Whether torch's transport has written this line of standard error."""
+    return _TRANSPORT.match(line) is not None
 
 
 def _last_drawing(line: bytes) -> str:

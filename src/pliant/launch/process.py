@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from pliant.launch import child
-from pliant.launch.output import LastError, LineSplitter, SeenTracebacks, TracebackFilter
+from pliant.launch.output import LastError, LineSplitter, SeenTracebacks, TracebackFilter, is_transports
 
 Stream = Literal["stdout", "stderr"]
 _CHUNK = 1 << 16
@@ -96,7 +96,8 @@ class Owned:
 def opened(log: Path) -> IO[bytes]:
     """To append to, without a buffer: what a full disk does not take must not fail again when the file is closed."""
     try:
-        return log.open("ab", buffering=0)
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return os.fdopen(descriptor, "ab", buffering=0)
     except OSError:
         return Path(os.devnull).open("ab", buffering=0)
 
@@ -194,6 +195,7 @@ class WorkerProcess:
 
     def _show_lines(self, stream: Stream, lines: list[str], now_s: float) -> None:
         if stream == "stderr":
+            lines = [line for line in lines if not is_transports(line)]
             for line in lines:
                 self._last_error.feed(line)
             lines = [shown for line in lines for shown in self._tracebacks.feed(line, now_s)]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from pliant.control.door import address_of, host_in
 from pliant.errors import UsageError
 from pliant.launch import directory as run_directory
 from pliant.launch.coordinating import coordinate
@@ -26,7 +27,7 @@ def take_over(directory: Path, port: int, say: Callable[[str], None], trust: Tru
     With a ``trust`` of its own it shows another certificate than the lost one, of an authority the workers know.
     """
     access = run_directory.access(directory)
-    host, _, old = access.address.rpartition(":")
+    host, old = host_in(access.address), access.address.rpartition(":")[2]
     kept = run_directory.trust_in(directory)
     if trust.tls and not kept.tls:
         raise UsageError(
@@ -36,7 +37,7 @@ def take_over(directory: Path, port: int, say: Callable[[str], None], trust: Tru
     run_directory.check_exposure(host, trust)
     served(trust, host)
     with _bound(directory, host, port or int(old)) as listener:
-        address = f"{host}:{listener.getsockname()[1]}"
+        address = address_of(host, listener.getsockname()[1])
 
         def ready() -> None:
             # Not before: only now is it certain that no other one holds the lock.

@@ -20,9 +20,10 @@ from pliant.core.score import Part
 from pliant.core.tickets import Flag, Kind
 from pliant.errors import Diverged, UsageError
 from pliant.runtime.findings import Difference, Findings, of_weights
-from pliant.runtime.membership import Offer, signature, summary
+from pliant.runtime.membership import Offer
 from pliant.runtime.script import Opening
 from pliant.runtime.update import Training
+from pliant.worker.signature import signature, summary
 
 # A loss per sample, or a norm, below this is compared as if it were this: nothing is left of it but rounding.
 _LEAST = 1e-6

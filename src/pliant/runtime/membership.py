@@ -28,9 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pliant.control.client import Link
-from pliant.control.messages import Signature
 from pliant.control.tls import client_context
-from pliant.core import journal
 from pliant.core.endings import QUIET_EXIT
 from pliant.core.group import Policy, Standing, founded
 from pliant.errors import Drifted, Left, PliantError, RunEnded, Stopped, UsageError
@@ -46,6 +44,7 @@ from pliant.tensors import checkpoint, cuda, handoff, weights
 from pliant.tensors import group as groups
 from pliant.tensors import state as states
 from pliant.types import WorkerId
+from pliant.worker.signature import check_device, device_of, signature, summary
 from pliant.worker.trained_set import all_parameters
 
 _ALONE = "alone"
@@ -244,6 +243,7 @@ def _connected(job: Job) -> Link:
 
 
 def _entered(job: Job, link: Link, offer: Offer) -> Membership:
+    check_device(offer.optimizer)
     donor = handoff.Donor(link.local_address, job.token)
     training = offer.prepared(True)
     described = signature(offer.model, offer.optimizer, offer.agreed)
@@ -305,7 +305,8 @@ def _leave_weights(worker: Worker, model: nn.Module, directory: str) -> None:
         return
     try:
         with worker.training.plain():
-            weights.save(model, Path(directory) / weights.FINAL, round_=worker.group.round)
+            path = Path(directory) / weights.FINAL
+            weights.save(model, path, round_=worker.group.round, private=True)
     except (OSError, SafetensorError) as error:
         print(f"pliant: the final weights are not in {directory}: {error}", file=sys.stderr)
 
@@ -359,7 +360,7 @@ def forming(link: groups.KeyValue, attempt: int, place: int, members: int, addre
 
 def formed(link: groups.KeyValue, attempt: int, place: int, members: int, address: str, offer: Offer) -> groups.Gloo:
     """The group of an attempt, on the device that the model lives on."""
-    device = offer.optimizer.param_groups[0]["params"][0].device
+    device = device_of(offer.optimizer)
     if device.type == "cuda":
         return cuda.Nccl(link, attempt=attempt, place=place, members=members, address=address, device=device)
     return groups.Gloo(link, attempt=attempt, place=place, members=members, address=address)
@@ -388,26 +389,3 @@ def taken_over(channel: Any, offer: Offer, look: Callable[[], None] = lambda: No
     if channel.place > 0:
         install_state(outer, theirs[""])
         install_state(offer.carried["state"], theirs["state"])
-
-
-def summary(described: Signature) -> str:
-    """The trained parameters in a few words, which differ where any name, shape or type does."""
-    numbers = sum(math.prod(shape) for _, shape, _ in described.parameters)
-    checksum = journal.digest_of(
-        *(repr((name, list(shape), dtype)).encode() for name, shape, dtype in described.parameters)
-    )
-    return f"{len(described.parameters)} tensors, {numbers} numbers, {checksum}"
-
-
-def signature(model: nn.Module, optimizer: Optimizer, agreed: dict[str, str]) -> Signature:
-    """What must be equal on all workers: the trained parameters and the settings."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    return Signature(
-        version=version("pliant"),
-        parameters=[
-            (names.get(id(p), f"parameter {index}"), list(p.shape), str(p.dtype).removeprefix("torch."))
-            for index, p in enumerate(trained)
-        ],
-        settings=agreed,
-    )

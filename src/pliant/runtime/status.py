@@ -63,6 +63,7 @@ class Status(msgspec.Struct):
     restarts: int = 0
     workers: list[WorkerStatus] = []
     task: str = ""
+    """of the innermost call under way; empty between two"""
     epoch: int = 0
     epochs: int | None = None
     samples_planned: int | None = None
@@ -194,6 +195,7 @@ class Tally:
         """The innermost open call is over; only top-level ones are calls that a newcomer makes."""
         if self._open_phases:
             phase = self._open_phases.pop()
+            self.status.task = self._open_phases[-1].task if self._open_phases else ""
             if not self._open_phases and not phase.inner:
                 self.past.append(Past(phase.task, phase.epoch, result, results))
 

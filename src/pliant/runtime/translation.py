@@ -180,7 +180,8 @@ def enlistment(peer: int, enlist: messages.Enlist) -> events.AgentArrived:
 def terms(signature: messages.Signature) -> Terms:
     """What a worker brings."""
     parameters = tuple((name, tuple(shape), dtype) for name, shape, dtype in signature.parameters)
-    return Terms(signature.version, parameters, tuple(sorted(signature.settings.items())))
+    settings = tuple(sorted(signature.settings.items()))
+    return Terms(signature.version, parameters, settings, signature.torch, signature.python, signature.device)
 
 
 def started(effect: events.StartEra, term: int, written: int, last_round: int) -> messages.EraStart:

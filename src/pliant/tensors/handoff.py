@@ -2,10 +2,12 @@
 
 Question  How does a newcomer get tensors as of a known exchange while the donor computes on?
 Holds     The donor's main thread only takes copies, at its first rest in the era and at the exchange asked for or a
-          later one, and says at which it was; threads do all the talking. What never changes is not copied: a change
-          meanwhile breaks the stream off. Both ends prove that they know the job's token before anything is said. No
-          pickle: a JSON skeleton and raw tensors in checksummed chunks. What arrives damaged, short or too large fails
-          the newcomer's end with a text, never more.
+          later one, and says at which it was; threads do all the talking. Strangers have one deadline for their
+          proof, and only so many places: where one more comes, the oldest of them goes, so that they shut out no
+          newcomer. What never changes is not copied: a change meanwhile breaks the stream off. Both ends prove that
+          they know the job's token before anything is said. No pickle: a JSON skeleton and raw tensors in
+          checksummed chunks. What arrives damaged, short or too large fails the newcomer's end with a text, never
+          more.
 Source    ours; docs/design/0007-elastic.md ("Handing the state on").
 
 On the wire, donor D and newcomer N:
@@ -21,6 +23,7 @@ import contextlib
 import queue
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, BinaryIO
@@ -37,7 +40,8 @@ SKELETON_BYTES = 64 << 20
 """A skeleton has some 100 bytes per tensor; a larger one is none."""
 
 _CONNECTIONS = 64  # newcomers that one donor serves at the same time
-_GREETING_S = 10.0  # what a peer may take to prove who it is
+_STRANGERS = 64  # connections of peers that have not proven who they are
+_GREETING_S = 10.0  # what a peer may take, in all, to prove who it is
 _STALLED_S = 30.0  # a stream without a byte for so long has broken
 _LOOK_S = 0.2  # how soon a thread sees that its peer or its owner has gone
 
@@ -106,7 +110,10 @@ class Donor:
         self._token = token
         self._lock = threading.Lock()
         self._waiting: list[_Waiting] = []
+        self._strangers: dict[socket.socket, float] = {}
+        """connections without a proof, oldest first, each with its deadline"""
         self._connections: set[socket.socket] = set()
+        """those with one"""
         self._closed = False
         threading.Thread(target=self._accept, name="pliant-donor", daemon=True).start()
 
@@ -130,7 +137,7 @@ class Donor:
         with self._lock:
             self._closed = True
             self._waiting, self.pending = [], False
-            connections = list(self._connections)
+            connections = [*self._strangers, *self._connections]
         for connection in connections:
             stream.shut_down(connection)
 
@@ -144,6 +151,7 @@ class Donor:
     def _accept(self) -> None:
         with self._listener:
             while not self._closed:
+                self._expire()
                 try:
                     connection, _ = self._listener.accept()
                 except TimeoutError:
@@ -157,26 +165,50 @@ class Donor:
     def _attend(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError, stream.Broken), connection:
             stream.close_in_children(connection)
-            if not self._admitted(connection):
+            if not self._met(connection):
                 return
             try:
                 with connection.makefile("rb") as reader, connection.makefile("wb") as writer:
-                    self._converse(connection, reader, writer)
+                    connection.settimeout(_GREETING_S)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    stream.welcome(reader, writer, self._token)
+                    if self._admitted(connection):
+                        self._converse(connection, reader, writer)
             finally:
                 with self._lock:
+                    self._strangers.pop(connection, None)
                     self._connections.discard(connection)
 
-    def _admitted(self, connection: socket.socket) -> bool:
+    def _met(self, connection: socket.socket) -> bool:
+        """Give a stranger a place: the oldest one's, if there is no other."""
         with self._lock:
-            if self._closed or len(self._connections) >= _CONNECTIONS:
+            if self._closed:
+                return False
+            if len(self._strangers) >= _STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                stream.shut_down(oldest)
+            self._strangers[connection] = time.monotonic() + _GREETING_S
+            return True
+
+    def _admitted(self, connection: socket.socket) -> bool:
+        """It has proven who it is: whether there is room for it."""
+        with self._lock:
+            known = self._strangers.pop(connection, None) is not None
+            if self._closed or not known or len(self._connections) >= _CONNECTIONS:
                 return False
             self._connections.add(connection)
             return True
 
+    def _expire(self) -> None:
+        """Cut off who has not proven itself in time; a timeout of the socket begins anew with every byte."""
+        now_s = time.monotonic()
+        with self._lock:
+            for connection in [each for each, until_s in self._strangers.items() if until_s < now_s]:
+                del self._strangers[connection]
+                stream.shut_down(connection)
+
     def _converse(self, connection: socket.socket, reader: BinaryIO, writer: BinaryIO) -> None:
-        connection.settimeout(_GREETING_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stream.welcome(reader, writer, self._token)
         while not self._closed:
             connection.settimeout(None)
             waiting = _Waiting(_read_request(reader))

@@ -21,10 +21,11 @@ FINAL = "weights.safetensors"
 """in a run's directory: the weights at its end"""
 
 
-def save(model: nn.Module, path: Path, *, round_: int, run: str = "") -> bool:
+def save(model: nn.Module, path: Path, *, round_: int, run: str = "", private: bool = False) -> bool:
     """Write what the model holds now, after ``round_`` of ``run``; False: a later round of that run is there already.
 
-    A leader that was away for a long save may find that the next leader has saved since.
+    A leader that was away for a long save may find that the next leader has saved since. ``private``: only the owner
+    can read it, from the first byte on.
     """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -35,6 +36,8 @@ def save(model: nn.Module, path: Path, *, round_: int, run: str = "") -> bool:
     part = path.with_name(f".{path.name}.{os.getpid()}")
     metadata = {"round": str(round_), **({"run": run} if run else {})}
     try:
+        if private:
+            os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
         save_file(tensors, str(part), metadata=metadata)
         with _alone_in(path.parent):
             if run and _round_in(path, run) > round_:

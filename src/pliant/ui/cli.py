@@ -113,7 +113,8 @@ def run(
         paces=_numbers(pace, float, "--pace"),
         sizes=_numbers(size, int, "--size"),
         directory=directory,
-        host=host,
+        # An IPv6 address may come in brackets, as in `--join`.
+        host=host.removeprefix("[").removesuffix("]"),
         port=port,
         module=module,
         min_workers=min_workers,
