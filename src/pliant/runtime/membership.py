@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from pliant.control.client import Link
 from pliant.control.tls import client_context
+from pliant.core import journal
 from pliant.core.endings import QUIET_EXIT
 from pliant.core.group import Policy, Standing, founded
 from pliant.errors import Drifted, Left, PliantError, RunEnded, Stopped, UsageError
