@@ -62,6 +62,11 @@ def test_spares_come_to_the_end_of_a_script_whose_last_call_is_a_loop(seed: int)
     assert simulated("spares", seed).error is None
 
 
+def test_who_was_away_in_an_evaluate_waits_until_those_who_compute_now_open_one() -> None:
+    """It was the only one to compute, and spares have taken its place."""
+    assert simulated("spares", 70163).error is None
+
+
 @pytest.mark.parametrize("scene", NAMES)
 def test_a_seed_has_one_history(scene: str) -> None:
     first, second = simulated(scene, 3), simulated(scene, 3)

@@ -33,6 +33,7 @@ from typing import Any
 from msgspec.structs import replace
 from torch import Tensor
 
+from pliant.core import drawing
 from pliant.core.group import Group, Past, Standing
 from pliant.core.ledger import MicroBatch, samples_of
 from pliant.core.rounds import Settled
@@ -209,12 +210,17 @@ class Worker:
                 self._following.make_sure()
                 return phase
             self._look_around()
-            if len(self.group.open) >= script.depth:
-                # The group is in a call that this script does not make.
+            if len(self.group.open) >= script.depth or self._comes_back_into_body():
+                # The group is in a call that this script does not make, or may not make the one that it makes.
                 self._following.follow()
                 continue
             inner = Flag.INNER if script.is_in_ended_loop else Flag.NONE
             self._exchanges.open(call, inner | self._following.readiness())
+
+    def _comes_back_into_body(self) -> bool:
+        """Whether a sleeper is in the body of a loop that others compute now: they say whether a call is made in it."""
+        group, member = self.group, self._member
+        return bool(group.open) and member.follows and any(drawing.speaks(group, m) for m in range(len(group.roster)))
 
     # -- draw
 
