@@ -28,7 +28,7 @@ class Worker:
     def __init__(self, model: nn.Module) -> None:
         self.model = copy.deepcopy(model)
         self.buffers = Buffers(self.model)
-        self.buffers.grow(self.buffers.training_bits())
+        self.buffers.begin(self.buffers.training_bits(), kept=True)
 
     def group_values(self) -> dict[int, Tensor]:
         """What a newcomer is given."""
@@ -133,6 +133,21 @@ def test_a_newcomer_to_one_who_was_alone_begins_with_the_last_round(asks: str) -
     newcomer.model(drawn[W1])
     hand_in({W0: first, W1: newcomer}, {W0: 3.0, W1: 5.0})
     player.round(both, drawn)
+    assert_alike(player, {W0: first, W1: newcomer})
+
+
+def test_before_the_first_merge_the_group_holds_what_it_began_with() -> None:
+    """The first round is skipped, or a checkpoint is written in it: what one worker has forwarded is its own."""
+    model, group = norm(), group_of(W0)
+    first, player = Worker(model), Player(model, group)
+    x = samples(4)
+    first.model(x)
+    player.views.show(W0)
+    player.model(x)
+    newcomer = Worker(model)
+    newcomer.buffers.adopt(first.group_values(), merged=False)
+    assert all(map(torch.equal, newcomer.buffers.held(), model.buffers()))
+    player.views.change(group_of(W0, W1, exchange=2))
     assert_alike(player, {W0: first, W1: newcomer})
 
 

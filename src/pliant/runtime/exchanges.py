@@ -95,7 +95,7 @@ class Exchanges:
         """All have entered the next phase."""
         member = self._member
         before, training = member.group, member.training
-        training.buffers.grow(bitmap >> len(training.parameters))
+        training.buffers.begin(bitmap >> len(training.parameters), kept=member.eras is not None)
         gathered = standings.heard_in_body(before, gathered)
         group = rounds.opened(before, gathered)
         if isinstance(group, Mismatch):

@@ -90,11 +90,12 @@ class Views:
         A spare goes along with the first round already: it hands in what it holds now.
         """
         shown = self._shown
-        if self.grow(bits):
-            for view in self._known.values():
+        if bits & ~self._live:
+            for view in (*self._known.values(), shown):
                 self._show(view)
+                view.buffers.begin(bits, kept=True)
                 view.buffers.hand_in(0.0, leader=False)
-            self._show(shown)
+            self.grow(bits)
 
     def grow(self, bits: int) -> bool:
         """Buffers that some worker changes are merged from now on; whether there are new ones."""

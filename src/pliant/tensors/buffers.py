@@ -99,6 +99,18 @@ class Buffers:
         self.live |= changed
         return bool(new)
 
+    @torch.no_grad()
+    def begin(self, changing: int, *, kept: bool) -> None:
+        """A loop begins: take what it will change into the merge.
+
+        ``kept``: until the first merge the group's values are those that all hold now.
+        """
+        new = changing & ~self.live
+        self.live |= changing
+        for index in self._places() if kept else ():
+            if new >> index & 1:
+                self._merged[index] = self._tensors[index].detach().clone()
+
     def begin_anew(self, live: int) -> None:
         """The group's merge has just these: what this worker saw grow may have been of an exchange that is void."""
         self.live = live

@@ -301,6 +301,9 @@ class VirtualBuffers:
         self.live |= changed
         return bool(new)
 
+    def begin(self, changing: int, *, kept: bool) -> None:
+        assert not changing, "it has no running statistics"
+
     def begin_anew(self, live: int) -> None:
         self.live = live
 
