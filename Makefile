@@ -26,7 +26,7 @@ check: venv
 
 # Tests with real processes wait half of the time: lots of about the same length run side by side. tests/lots.py says
 # what is in which; a new test file is in one of them without an entry there.
-LOTS := 1 2 3
+LOTS := 1 2 3 4
 
 check-style: venv
 	$(BIN)/ruff format --check .

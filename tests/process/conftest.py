@@ -1,12 +1,23 @@
-"""Whoever starts a run leaves no process behind."""
+"""A run that a test starts leaves no process behind; its processes start quickly."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from running import Launcher, processes_in
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_processes() -> Iterator[None]:
+    """Most of what these tests cost is loading torch, hundreds of times; see scripts/quick.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "scripts"), prepend=os.pathsep)
+        # Without compiled files every process would compile Pliant anew.
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        yield
 
 
 @pytest.fixture

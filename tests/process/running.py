@@ -13,15 +13,22 @@ import textwrap
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import pliant
 from pliant.core import journal
 
 LIMIT_S = 200.0
 """Far above what any of these takes; only a hang reaches it."""
-
 QUICK = (Path(__file__).parent / "scripts" / "quick.py").read_text()
 """The beginning of a script that makes an optimizer."""
+
+
+def searched(*cases: Any) -> list[Any]:
+    """Cases of a test that others imply: only in long searches."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak) for case in cases]
 
 
 def plain_environment() -> dict[str, str]:

@@ -41,14 +41,23 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("PLIANT_")}
 
 
-def shortened(epochs: int) -> list[str]:
+def shortened(epochs: int, then: str = "") -> list[str]:
     """A shorter one."""
-    return [*DEMO[:2], f"from pliant.ui import demo; demo.EPOCHS = {epochs}; {DEMO[2]}"]
+    return [*DEMO[:2], f"from pliant.ui import demo; demo.EPOCHS = {epochs}; {then}\n{DEMO[2]}"]
+
+
+DDP_ONLY = """
+def endless(results, whole=demo.ddp_result):
+    demo.EPOCHS = 100
+    return whole(results)
+demo.MORE_EPOCHS, demo.ddp_result = 1, endless
+"""
+"""Next to nothing of Pliant, and a DDP that does not end before it is interrupted."""
 
 
 def test_the_demo_shows_both_systems(tmp_path: Path) -> None:
     done = subprocess.run(
-        hearing(shortened(4)), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=LIMIT_S
+        hearing(shortened(3)), cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("w0", "w1", "w2", "w3", "pace", "share", "samples", "idle", "harvest", "accuracy"):
@@ -62,34 +71,38 @@ def test_the_demo_shows_both_systems(tmp_path: Path) -> None:
     assert not processes_in(tmp_path)
 
 
-@pytest.mark.parametrize(("part", "processes"), [("pliant: epoch 1/", 6), ("DDP: epoch 1/", 5)])
-def test_an_interrupted_demo_leaves_nothing_behind(part: str, processes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "processes", "demo"),
+    [("pliant: epoch 1/", 6, shortened(3)), ("DDP: epoch 1/", 5, shortened(1, DDP_ONLY))],
+    ids=["Pliant", "DDP"],
+)
+def test_an_interrupted_demo_leaves_nothing_behind(part: str, processes: int, demo: list[str], tmp_path: Path) -> None:
     """The demo itself, four workers, and with Pliant the coordinator."""
-    demo = subprocess.Popen(
-        hearing(shortened(3)),
+    shown = subprocess.Popen(
+        hearing(demo),
         cwd=tmp_path,
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert demo.stderr is not None
+    assert shown.stderr is not None
     try:
-        shown = [next((line for line in demo.stderr if line.startswith(part)), None)]
-        assert shown[0] is not None, "the demo ended early"
+        first = [next((line for line in shown.stderr if line.startswith(part)), None)]
+        assert first[0] is not None, "the demo ended early"
         started = processes_in(tmp_path)
         assert len(started) == processes
-        demo.send_signal(signal.SIGINT)
-        rest = demo.stderr.read()
-        assert demo.wait(LIMIT_S) == 130, rest
+        shown.send_signal(signal.SIGINT)
+        rest = shown.stderr.read()
+        assert shown.wait(LIMIT_S) == 130, rest
         assert "Traceback" not in rest
         for pid in started:
             _gone(pid)
         assert not processes_in(tmp_path)
     finally:
-        demo.kill()
-        demo.wait()
-        demo.stderr.close()
+        shown.kill()
+        shown.wait()
+        shown.stderr.close()
 
 
 def _gone(pid: int) -> None:

@@ -152,12 +152,13 @@ BAD_SAMPLE = """
 """
 
 
-@pytest.mark.parametrize("loaders", [0, 2])
-@pytest.mark.parametrize("block", [True, False], ids=["with", "without with"])
+@pytest.mark.parametrize(
+    ("loaders", "block"), [(0, False), (2, True)], ids=["without with", "with, in loader processes"]
+)
 def test_one_bad_sample_ends_the_run_once(launch: Launcher, loaders: int, block: bool) -> None:
     join = "pliant.join(model, optimizer, batch=16)"
     before = f"with {join} as run:" if block else f"run = {join}\n    if True:"
-    run = launch(BAD_SAMPLE.format(before=before, loaders=loaders), workers=3)
+    run = launch(BAD_SAMPLE.format(before=before, loaders=loaders))
     assert run.wait() == 1, run.output
     assert sum('raise ValueError("sample is corrupt")' in line for line in run.lines) == 1, run.output
     (note,) = [line for line in run.lines if " was reading position " in line]

@@ -6,7 +6,7 @@ import signal
 import textwrap
 
 import pytest
-from running import QUICK, Launcher, Running, records
+from running import QUICK, Launcher, Running, records, searched
 
 from pliant.core.audit import audit
 from pliant.core.journal import RoundRecord
@@ -92,7 +92,7 @@ def alone(launch: Launcher, script: str, argument: str) -> Running:
     return run
 
 
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("delay", [1, *searched(0)])
 def test_alone_it_goes_on_from_its_checkpoint_with_the_same_scale(launch: Launcher, delay: int) -> None:
     whole = alone(launch, SCRIPT, f'{{"join": {{"delay": {delay}}}}}')
     settings = f'{{"delay": {delay}, "checkpoint": "kept", "checkpoint_every": 0.02}}'
@@ -122,7 +122,7 @@ def test_one_dies_and_another_comes(launch: Launcher, delay: int, dtype: str) ->
     assert list((launch.directory / "kept").rglob("manifest.json"))
 
 
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("delay", [0, *searched(1)])
 def test_a_job_goes_on_from_its_checkpoint(launch: Launcher, delay: int) -> None:
     settings = f'{{"delay": {delay}, "checkpoint": "kept", "checkpoint_every": 0.1}}'
     scene = f'{{"sleep_s": 0.01, "until": ["resumed"], "join": {settings}}}'

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "scripts" / "replayed.py"
 
 SCENES: dict[str, dict[str, Any]] = {
-    "delay 1": {"evaluates": True, "nonfinite": True, "breaks": True},
+    "delay 1, scaler": {"scaler": True, "evaluates": True, "nonfinite": True, "breaks": True},
     "delay 0, AdamW, loaders": {
         "delay": 0,
         "optimizer": "adamw",
@@ -33,9 +33,9 @@ SCENES: dict[str, dict[str, Any]] = {
         "floating": True,
         "optimizer": "adamw",
         "evaluates": True,
-        "epochs": 8,
     },
-    "killed and back": {
+    "last displacement, killed and back": {
+        "optimizer": "rmsprop",
         "faults": [["w1", 5, "kill"]],
         "until": ["drew-w1.2"],
         "evaluates": True,
@@ -73,7 +73,6 @@ SCENES: dict[str, dict[str, Any]] = {
         "nonfinite": True,
         "sleep_s": 0.03,
     },
-    "last displacement, killed": {"optimizer": "rmsprop", "faults": [["w1", 5, "kill"]], "until": ["fault-0"]},
 }
 
 
@@ -102,7 +101,13 @@ def rounds(run: Running) -> list[RoundRecord]:
     return [record for record in records(run) if isinstance(record, RoundRecord)]
 
 
-@pytest.mark.parametrize("name", SCENES)
+# All that is in this one is in others, too.
+SOUGHT = {"scaler, synchronous, all killed, on from a checkpoint"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if name in SOUGHT else []) for name in SCENES]
+)
 def test_computed_again(launch: Launcher, name: str) -> None:
     scene = SCENES[name]
     run = ran(launch, scene)
@@ -150,7 +155,7 @@ def test_from_a_checkpoint(launch: Launcher) -> None:
 
 
 def test_what_differs_is_named(launch: Launcher) -> None:
-    run = ran(launch, {"epochs": 2})
+    run = ran(launch, {"epochs": 2}, workers=2)
     job = launch.directory / "job"
 
     until = replayed(launch, "--until", "3")

@@ -7,7 +7,9 @@ import signal
 import textwrap
 
 import pytest
-from running import QUICK, Launcher, Running, gone
+from running import QUICK, Launcher, Running, gone, records, searched
+
+from pliant.core.journal import RoundRecord
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +87,7 @@ SCRIPT = """
         print("end", repr(sum(weights)), needs, len(optimizer.param_groups), state["changes"], flush=True)
 """
 
-CASES = [("0", "sgd", "contiguous"), ("1", "adamw", "channels_last"), ("auto", "sgd", "contiguous")]
+CASES = [("1", "adamw", "channels_last"), ("auto", "sgd", "contiguous"), *searched((("0", "sgd", "contiguous"),))]
 
 
 def begun(launch: Launcher, case: tuple[str, str, str], workers: int) -> Running:
@@ -130,3 +132,78 @@ def test_newcomers_train_what_the_others_train(launch: Launcher, case: tuple[str
         OMP_NUM_THREADS="1",
     )
     assert again.wait() == 0, again.output
+
+
+SMALL = """
+    import os
+    import torch
+    from torch import nn
+    import torch.nn.functional as F
+    from torch.utils.data import TensorDataset
+    import pliant
+
+    me = int(os.environ["PLIANT_WORKER"][1:])
+    torch.manual_seed(me)  # each starts elsewhere: the leader's values count
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).double()
+    outside = nn.Parameter(torch.full((3,), 1.0 + me, dtype=torch.float64))
+    optimizer = torch.optim.SGD([*model.parameters(), outside], lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(5)
+    samples = TensorDataset(torch.randn(96, 6, generator=generator).double(), torch.arange(96) % 3)
+"""
+
+
+def ends_alike(launch: Launcher, script: str, word: str) -> list[str]:
+    """The parts behind ``word`` of what both workers printed, which are the same."""
+    run = launch(SMALL + script)
+    assert run.wait() == 0, run.output
+    said = [line.partition(f"{word} ")[2] for line in run.lines if f"{word} " in line]
+    assert len(said) == 2 and said[0] == said[1], run.output
+    assert "weights differed" not in run.output
+    audit = launch.command("audit", "job")
+    assert audit.wait() == 0, audit.output
+    return said[0].split()
+
+
+def test_parameters_outside_the_model_are_the_leaders_from_the_start(launch: Launcher) -> None:
+    script = """
+    first = None
+    with pliant.join(model, optimizer, batch=16, delay=1) as run:
+        for x, y in run.batches(samples, size=4):
+            first = outside.tolist() if first is None else first
+            run.backward(F.cross_entropy(model(x) * outside, y))
+            run.step()
+        print("outside", first[0], repr(outside.sum().item()), flush=True)
+    """
+    first, last = ends_alike(launch, script, "outside")
+    assert float(first) == 1.0 and float(last) != 3.0
+
+
+def test_a_backward_pass_out_of_memory_that_the_script_catches_is_not_half_counted(launch: Launcher) -> None:
+    """The last layer already has its gradient when it fails; the micro-batch's samples weigh nothing."""
+    script = """
+    failed = 0
+
+    def refuse(gradient):
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    with pliant.join(model, optimizer, batch=16, delay=0) as run:
+        for drawn, (x, y) in enumerate(run.batches(samples, size=4)):
+            hidden = model[0](x)
+            if me == 1 and drawn == 1:
+                hidden.register_hook(refuse)
+            try:
+                run.backward(F.cross_entropy(model[1:](hidden) * outside, y))
+            except torch.OutOfMemoryError:
+                failed += 1
+                continue
+            run.step()
+        if failed:
+            print("caught", failed, flush=True)
+        print("weights", repr(sum(p.sum().item() for p in model.parameters())), run.samples, flush=True)
+    """
+    _, counted = ends_alike(launch, script, "weights")
+    assert counted == "96"
+    assert sum("caught 1" in line for line in launch.runs[0].lines) == 1, launch.runs[0].output
+    rounds = [record for record in records(launch.runs[0]) if isinstance(record, RoundRecord)]
+    assert sum(record.batch for record in rounds) == 96
+    assert len([record for record in rounds if record.weight < record.batch]) == 1

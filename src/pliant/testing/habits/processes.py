@@ -132,7 +132,9 @@ def _grow(directory: Path, workers: int) -> None:
 def _pliant(directory: Path, *words: str) -> None:
     """Run the command; raises ``Mismatch`` with all it said where it fails."""
     source = str(Path(pliant.__file__).resolve().parents[1])
-    environment = {**plain_environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
+    found = plain_environment()
+    path = os.pathsep.join(filter(None, [source, found.get("PYTHONPATH", "")]))
+    environment = {**found, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, "-W", "error", "-c", "from pliant.ui.cli import main; main()", *words]
     try:
         done = subprocess.run(
