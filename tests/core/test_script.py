@@ -8,11 +8,11 @@ from msgspec.structs import replace
 from pliant.core import ledger
 from pliant.core.group import Group, OpenPhase, Past, Policy, founded
 from pliant.core.tickets import Kind
-from pliant.runtime.script import Opening, Script
+from pliant.runtime.script import Counted, Opening, Script
 from pliant.types import WorkerId
 
-TRAIN = Opening(Kind.TRAIN, 0, 8, 0, 2, 0)
-EVALUATE = Opening(Kind.EVALUATE, 0, 8, 1, 2, 0)
+TRAIN = Opening(Kind.TRAIN, 0, Counted(8, 0), 2, 0)
+EVALUATE = Opening(Kind.EVALUATE, 0, Counted(8, 1), 2, 0)
 TRAINED, TESTED = Past(Kind.TRAIN, 0), Past(Kind.EVALUATE, 0, 0.5)
 INNER = replace(TESTED, result=0.25, inner=True)
 

@@ -19,6 +19,9 @@ from pliant.core.pace import Pacing
 from pliant.core.tickets import Kind, Sums
 from pliant.types import WorkerId
 
+PERMUTATION, FEISTEL = "permutation", "feistel"
+"""how the order of an epoch's samples comes from the seed (``worker.sample_order``)"""
+
 
 class Policy(msgspec.Struct, frozen=True):
     """The settings that decisions depend on; the same on all workers."""
@@ -34,6 +37,8 @@ class Policy(msgspec.Struct, frozen=True):
     momentum: float = 0.0
     watched: int = drift.EVERY
     """rounds from one digest of the weights to the next; 0: none is taken"""
+    order: str = PERMUTATION
+    """how the samples of an epoch are ordered: what journals and checkpoints mean that do not say"""
 
 
 class Standing(enum.IntEnum):

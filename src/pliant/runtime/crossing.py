@@ -66,7 +66,7 @@ class Crossing:
         return past
 
     def _enlist(self, call: Opening) -> None:
-        self._eras.enlist(self._member.script.calls, call.kind.name.lower(), call.length)
+        self._eras.enlist(self._member.script.calls, call.kind.name.lower(), call.samples.length)
         self._enter_next()
 
     # -- a planned era

@@ -75,8 +75,8 @@ class Exchanges:
         opening = replace(
             self._member.ticket(call.kind, Flag.OPENING | flags),
             epoch=call.epoch,
-            length=call.length,
-            order=call.order,
+            length=call.samples.length,
+            order=call.samples.checksum,
             size=call.size,
             ahead=call.ahead,
         )

@@ -345,11 +345,12 @@ class Player:
 
     def _enter(self, call: Opening, item: Opened) -> None:
         record = item.record
+        # The order that is compared is made by what the run's policy says.
+        self.group = item.group
         refuse_other_call(call, self._limit, record, self._agreed)
         self._calls.append(_Call(call.kind, record.phase))
         if call.kind is Kind.TRAIN:
             self._views.grow(self.training.buffers.training_bits())
-        self.group = item.group
 
     def _passed_by(self, opened: Opened, start: Start) -> int | Past:
         """This phase began before the checkpoint: go to its end without a computation, or to the checkpoint."""

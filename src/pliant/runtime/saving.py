@@ -206,7 +206,9 @@ def _handed(manifest: Manifest) -> Handed:
 
 def _compare(manifest: Manifest, handed: Handed, state: Any, training: Training, group: Group) -> None:
     """Raise where the checkpoint is not one of this script."""
-    if handed.group.policy != group.policy:
+    # The order of the samples is the checkpoint's: half of an epoch may lie before it.
+    asked = msgspec.structs.replace(group.policy, order=handed.group.policy.order)
+    if handed.group.policy != asked:
         raise CheckpointError(
             f"checkpoint {manifest.name} is of a run with other settings of join ({handed.group.policy}); "
             "use those, or another directory for this run"

@@ -10,9 +10,30 @@ Source    docs/design/0007-elastic.md ("Past phases").
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from pliant.core.group import Group, Past
 from pliant.core.tickets import Kind
+
+
+class Samples(Protocol):
+    """What a call goes over. Looked at only where the group is not past the call: it may take long to make."""
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def checksum(self) -> int:
+        """Of their order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Samples of which these two numbers are known."""
+
+    length: int
+    checksum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +42,7 @@ class Opening:
 
     kind: Kind
     epoch: int
-    length: int
-    order: int
+    samples: Samples
     size: int
     ahead: int
 
