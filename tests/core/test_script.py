@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from pliant.core import ledger
+from pliant.core.calls import calls_of
 from pliant.core.group import Group, OpenPhase, Past, Policy, founded
 from pliant.core.tickets import Kind
 from pliant.runtime.script import Counted, Opening, Script
@@ -25,7 +26,9 @@ def open_phase(number: int, kind: Kind, *, inner: bool = False, nested: tuple[Pa
 
 def group(*open_: OpenPhase, past: tuple[Past, ...] = ()) -> Group:
     start = founded(Policy(8), 1, (WorkerId("w0"),))
-    return replace(start, open=open_, past=past, phases=max((phase.number for phase in open_), default=len(past)))
+    return replace(
+        start, open=open_, past=calls_of(past), phases=max((phase.number for phase in open_), default=len(past))
+    )
 
 
 def test_calls_that_the_group_is_past_are_answered_one_after_another() -> None:

@@ -412,7 +412,7 @@ class Player:
             total, count = call.sums.get(name, (0.0, 0.0))
             if mean is not None:
                 self._comparison.result(total / count if count else math.nan, mean, group.round, name)
-        if record.result is not None and not group.open and not group.past[-1].inner:
+        if record.result is not None and not group.open and not group.past.ended_inside:
             self.training.evaluated(record.result)
 
     def _exchanged(self, item: Exchange) -> None:
