@@ -111,11 +111,15 @@ class Shuffled:
         self.computed += len(positions)
         if len(positions) <= _ALONE:
             return [self._walked(position) for position in positions]
-        found = self._permuted(np.asarray(positions, dtype=np.int64))
+        return self.indices(np.asarray(positions, dtype=np.int64)).tolist()
+
+    def indices(self, positions: Indices) -> Indices:
+        """The same, for many."""
+        found = self._permuted(positions)
         while (found >= self._length).any():
             beyond = found >= self._length
             found[beyond] = self._permuted(found[beyond])
-        return found.tolist()
+        return found
 
     def _permuted(self, numbers: Indices) -> Indices:
         """Of the domain, many at once."""
