@@ -10,23 +10,19 @@ Source    ours; docs/design/0001-data.md.
 from __future__ import annotations
 
 import errno
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
 
 from pliant.core.ledger import MicroBatch
 from pliant.errors import UsageError
-from pliant.tensors.randomness import ORDER, SAMPLE, seed_everything, stream
-
-Order = Callable[[int, int], Sequence[int]]
-"""(epoch, number of samples) -> indices in the order in which they are taken; the same on all workers"""
+from pliant.tensors.randomness import SAMPLE, seed_everything, stream
+from pliant.worker.sample_order import Order
 
 
 def checked(dataset: Any, size: Any) -> int:
@@ -40,20 +36,6 @@ def checked(dataset: Any, size: Any) -> int:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise UsageError(f"size is {size!r}: give a positive whole number of samples per micro-batch")
     return len(dataset)
-
-
-def epoch_order(order: Order | None, seed: int, epoch: int, length: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The dataset's indices by position: a permutation of the seed's, or what the user's ``order`` says."""
-    if order is None:
-        return np.random.default_rng(stream(seed, epoch, length, ORDER)).permutation(length)
-    indices = np.asarray(order(epoch, length), dtype=np.int64)
-    if indices.ndim != 1 or (len(indices) and (indices.min() < 0 or indices.max() >= length)):
-        raise UsageError(f"order(epoch={epoch}, n={length}) must return indices from 0 to {length - 1}")
-    return indices
-
-
-def order_checksum(indices: np.ndarray[Any, np.dtype[np.int64]]) -> int:
-    return zlib.crc32(np.ascontiguousarray(indices).tobytes())
 
 
 Request = tuple[int, int, list[int], list[int]]
@@ -209,13 +191,13 @@ class Loader:
 
     def pass_over(
         self,
-        indices: np.ndarray[Any, np.dtype[np.int64]],
+        order: Order,
         seed: int,
         epoch: int,
         upcoming: Callable[[], Sequence[MicroBatch]],
     ) -> Pass:
         """One phase's reading."""
-        return Pass(self._loader, self._samples, self._deals, indices, seed, epoch, upcoming)
+        return Pass(self._loader, self._samples, self._deals, order, seed, epoch, upcoming)
 
 
 def _positions(micro_batch: MicroBatch) -> list[int]:
@@ -230,12 +212,12 @@ class Pass:
         loader: DataLoader[Any],
         samples: _Samples,
         deals: _Deals,
-        indices: np.ndarray[Any, np.dtype[np.int64]],
+        order: Order,
         seed: int,
         epoch: int,
         upcoming: Callable[[], Sequence[MicroBatch]],
     ) -> None:
-        self._indices, self._seed, self._epoch = indices, seed, epoch
+        self._order, self._seed, self._epoch = order, seed, epoch
         self._upcoming = upcoming
         self._wanted: MicroBatch | None = None
         self._sent: deque[MicroBatch | None] = deque()
@@ -292,7 +274,7 @@ class Pass:
         everywhere: bool,
     ) -> BadSample:
         positions = _positions(micro_batch)
-        indices = self._indices[positions].tolist()
+        indices = self._order.at(positions)
         if reading is not None:
             positions, indices = [reading[0]], [reading[1]]
         return BadSample(error, summary, tuple(positions), tuple(indices), everywhere)
@@ -305,7 +287,7 @@ class Pass:
                 self._sent.append(micro_batch)
                 self._outstanding.add(micro_batch)
                 positions = _positions(micro_batch)
-                return self._seed, self._epoch, positions, self._indices[positions].tolist()
+                return self._seed, self._epoch, positions, self._order.at(positions)
         self._sent.append(None)
         return self._seed, self._epoch, [], []
 

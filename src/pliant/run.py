@@ -37,6 +37,7 @@ from pliant.types import WorkerId
 from pliant.worker import measures, outputs, predictions
 from pliant.worker.hooks import OnRoster, OnUpdate
 from pliant.worker.other_optimizers import OtherOptimizers, check_not_joined
+from pliant.worker.sample_order import AsItIs, Order, Ordering, UserOrder, epoch_order
 
 # A slow disk: what is not away for longer is not left out.
 _WRITTEN_PER_S = 200e6
@@ -58,7 +59,7 @@ def join(
     clip_norm: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
     state: dict[str, Any] | None = None,
-    order: data.Order | None = None,
+    order: UserOrder | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: float = 300.0,
     seed: int = 0,
@@ -82,7 +83,8 @@ def join(
     scaler        a ``torch.amp.GradScaler`` for float16: ``backward`` and ``step`` make all of its calls
     state         objects with ``state_dict``, or plain values: equal on all workers from the start. ``run.state`` is
                   this very dict
-    order         (epoch, n) -> indices, in place of the seed's permutation
+    order         (epoch, n) -> indices, in place of the seed's permutation: anything with a length that can be indexed,
+                  the same on all workers. It is read where it lies, so it may be lazy
     checkpoint    where checkpoints go: a directory that all workers see under the same name, or any address of fsspec
                   (``s3://…``). A run goes on from the last one: alone by itself, in a job when all workers were lost at
                   once, or with ``pliant run --resume``
@@ -174,7 +176,7 @@ class Run:
         place: Membership,
         resolved: settings.Settings,
         *,
-        order: data.Order | None,
+        order: UserOrder | None,
         others: OtherOptimizers,
     ) -> None:
         self.state: dict[str, Any] = place.carried["state"]
@@ -392,25 +394,17 @@ class Run:
             self._check_no_loop()
         length = data.checked(dataset, size)
         epoch, seed = self._epoch, self._settings.seed
-        order = self._order if kind is Kind.TRAIN else _as_it_is
-        indices = data.epoch_order(order, seed, epoch, length)
         source = self._loader(dataset, collate_fn, loader)
-        call = Opening(
-            kind,
-            epoch=epoch,
-            length=len(indices),
-            order=data.order_checksum(indices),
-            size=self._membership.size or size,
-            ahead=source.ahead,
-        )
-        phase = self._worker.open(call)
+        ordering = self._ordering(kind, length)
+        call = Opening(kind, epoch=epoch, samples=ordering, size=self._membership.size or size, ahead=source.ahead)
+        phase = boundary(self._worker.open)(call)
         if isinstance(phase, Past):
             self._ended, self._phase, self._passed = phase, None, True
             return
-        self._phase = phase
+        self._phase, order = phase, ordering.made
         if kind is Kind.TRAIN:
-            self._before, self._length = self.samples - self._done(phase), max(1, len(indices))
-        reading = source.pass_over(indices, seed, epoch, self._worker.upcoming)
+            self._before, self._length = self.samples - self._done(phase), max(1, len(order))
+        reading = source.pass_over(order, seed, epoch, self._worker.upcoming)
         try:
             while (micro_batch := self._worker.draw(phase)) is not None:
                 collated = reading.fetch(micro_batch)
@@ -438,6 +432,17 @@ class Run:
             if kind is Kind.TRAIN:
                 self._others.leave_loop()
             reading.close()
+
+    def _ordering(self, kind: Kind, length: int) -> Ordering:
+        """The order of a call that goes over a dataset of this length."""
+        epoch, seed, own = self._epoch, self._settings.seed, self._order
+
+        def make(scheme: str) -> Order:
+            if kind is Kind.EVALUATE:
+                return AsItIs(length, scheme=scheme)
+            return epoch_order(own, seed, epoch, length, scheme)
+
+        return Ordering(make, lambda: self._worker.group.policy.order)
 
     def _met(self, bad: data.BadSample, epoch: int, phase: int) -> None:
         """A sample cannot be read. A script that passes over that leaves its loop, with everybody else."""
@@ -582,8 +587,8 @@ class Run:
         if not lacking:
             return []
         epoch, seed, again = self._epoch, self._settings.seed, list[tuple[MicroBatch, bytes]]()
-        indices = data.epoch_order(_as_it_is, seed, epoch, len(dataset))
-        reading = self._loader(dataset, collate_fn, loader).pass_over(indices, seed, epoch, lambda: tuple(lacking))
+        source, order = self._loader(dataset, collate_fn, loader), AsItIs(len(dataset))
+        reading = source.pass_over(order, seed, epoch, lambda: tuple(lacking))
         try:
             while lacking:
                 micro_batch = lacking.pop(0)
@@ -730,7 +735,3 @@ def _left_by_break(frame: FrameType) -> bool:
     An exception is a crash of this worker, or caught by the script: then the phase is ended at the next call.
     """
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] in ("POP_TOP", "POP_ITER")
-
-
-def _as_it_is(epoch: int, length: int) -> range:
-    return range(length)

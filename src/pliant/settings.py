@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pliant.core import overlap
 from pliant.core import rates as rules
-from pliant.core.group import Policy
+from pliant.core.group import FEISTEL, Policy
 from pliant.core.rates import Rule
 from pliant.errors import UsageError
 from pliant.runtime.update import momentum_of
@@ -112,6 +112,7 @@ def resolved(
         delay=overlap.AUTO if delay == "auto" else int(delay),
         rule=rule,
         momentum=momentum_of(optimizer),
+        order=FEISTEL,
     )
     return Settings(
         policy=policy,

@@ -10,6 +10,7 @@ import pytest
 from pliant.control.client import Position
 from pliant.control.mailbox import Mailbox
 from pliant.control.messages import EraStart, Signature, Welcome
+from pliant.core.calls import NONE
 from pliant.core.group import Policy, founded
 from pliant.core.rates import linear
 from pliant.runtime.eras import Handed, decoded, encoded
@@ -66,5 +67,5 @@ def test_the_last_holder_of_the_weights_says_so_again_when_a_group_cannot_be_for
 def test_any_number_of_buffers_is_handed_round_and_written_down(live: int) -> None:
     group = founded(Policy(8, floating=False, at_most=None, delay=0, rule=linear(), momentum=0.0), 1, (WorkerId("w0"),))
     handed = Handed(group, 3, live, undrained=False)
-    assert decoded(encoded(handed)) == handed
+    assert decoded(encoded(handed, known=0), NONE) == handed
     assert msgspec.json.decode(msgspec.json.encode(handed), type=Handed) == handed

@@ -170,7 +170,7 @@ def test_what_was_learned_goes_on_after_eras_and_reaches_newcomers_bit_for_bit(r
     for after in (joined, regrouped):
         assert (after.rate, after.noise, after.scheduled) == (before.rate, before.noise, before.scheduled)
         assert after.policy.rule == rule
-    handed = eras.decoded(eras.encoded(eras.Handed(regrouped, 7, 0, False)))
+    handed = eras.decoded(eras.encoded(eras.Handed(regrouped, 7, 0, False), known=0), regrouped.past)
     assert handed.group == regrouped
     training.group = handed.group
     number = handed.group.round

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from pliant.core import agreement, drawing, journal, regrouping, rounds
 from pliant.core.agreement import Mismatch
+from pliant.core.calls import NONE, Calls
 from pliant.core.group import Group, Past, Policy, Standing, founded
 from pliant.core.journal import Record
 from pliant.core.ledger import MicroBatch, samples_of
@@ -243,7 +244,7 @@ class VirtualWorker:
         self.channel: Channel | None = None
         self._complete_from = 0
         """the exchange from which a follower holds the whole state"""
-        self._known_past: tuple[Past, ...] = ()
+        self._known_past = NONE
         self._flight: Flight | None = None
         self._contribution = Contribution(0.0)
         self._suspended: list[tuple[Contribution, Flight | None, float]] = []
@@ -258,7 +259,7 @@ class VirtualWorker:
         self.witness.joined(0)
         self.witness.era(self.group, None, sends=self.member == 0)
 
-    def arrive(self, now_s: float, past: tuple[Past, ...]) -> None:
+    def arrive(self, now_s: float, past: Calls) -> None:
         self.now_s = now_s
         self._known_past = past
 

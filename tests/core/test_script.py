@@ -6,13 +6,14 @@ import pytest
 from msgspec.structs import replace
 
 from pliant.core import ledger
+from pliant.core.calls import calls_of
 from pliant.core.group import Group, OpenPhase, Past, Policy, founded
 from pliant.core.tickets import Kind
-from pliant.runtime.script import Opening, Script
+from pliant.runtime.script import Counted, Opening, Script
 from pliant.types import WorkerId
 
-TRAIN = Opening(Kind.TRAIN, 0, 8, 0, 2, 0)
-EVALUATE = Opening(Kind.EVALUATE, 0, 8, 1, 2, 0)
+TRAIN = Opening(Kind.TRAIN, 0, Counted(8, 0), 2, 0)
+EVALUATE = Opening(Kind.EVALUATE, 0, Counted(8, 1), 2, 0)
 TRAINED, TESTED = Past(Kind.TRAIN, 0), Past(Kind.EVALUATE, 0, 0.5)
 INNER = replace(TESTED, result=0.25, inner=True)
 
@@ -25,7 +26,9 @@ def open_phase(number: int, kind: Kind, *, inner: bool = False, nested: tuple[Pa
 
 def group(*open_: OpenPhase, past: tuple[Past, ...] = ()) -> Group:
     start = founded(Policy(8), 1, (WorkerId("w0"),))
-    return replace(start, open=open_, past=past, phases=max((phase.number for phase in open_), default=len(past)))
+    return replace(
+        start, open=open_, past=calls_of(past), phases=max((phase.number for phase in open_), default=len(past))
+    )
 
 
 def test_calls_that_the_group_is_past_are_answered_one_after_another() -> None:

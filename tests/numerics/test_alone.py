@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import pliant
-from pliant import data
+from pliant.worker.sample_order import Shuffled
 
 
 def dataset(samples: int, dtype: torch.dtype) -> TensorDataset:
@@ -23,7 +23,7 @@ def dataset(samples: int, dtype: torch.dtype) -> TensorDataset:
 
 def in_order(samples: TensorDataset, epoch: int) -> Subset[Any]:
     """The same samples as the epoch of a run with seed 0 sees them."""
-    return Subset(samples, data.epoch_order(None, 0, epoch, len(samples)).tolist())
+    return Subset(samples, list(Shuffled(0, epoch, len(samples))))
 
 
 def model_of(dtype: torch.dtype) -> nn.Module:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import pliant
-from pliant.data import epoch_order
 from pliant.testing import Together, together
+from pliant.worker.sample_order import epoch_order
 
 torch.manual_seed(5)
 X, Y = torch.randn(96, 6, dtype=torch.float64), torch.randint(0, 3, (96,))
@@ -100,7 +100,7 @@ def plain(act: str, record: Any, at: int, optimizer: str, clip: float | None = N
         if number == at + 1:
             ACTS[act](model, own)
         indices = epoch_order(None, 0, outcome.phase - 1, len(DATA))
-        chosen = indices[[p for spans in outcome.spans for start, stop in spans for p in range(start, stop)]]
+        chosen = indices.at([p for spans in outcome.spans for start, stop in spans for p in range(start, stop)])
         own.zero_grad()
         F.cross_entropy(model(X[chosen]), Y[chosen]).backward()
         if clip is not None:
@@ -296,7 +296,7 @@ def test_channels_last_with_a_fused_optimizer(delay: int, fused: bool) -> None:
     own = torch.optim.AdamW(expected.parameters(), lr=0.01)
     for outcome in record.outcomes:
         indices = epoch_order(None, 0, 0, 48)
-        chosen = indices[[p for spans in outcome.spans for begin, stop in spans for p in range(begin, stop)]]
+        chosen = indices.at([p for spans in outcome.spans for begin, stop in spans for p in range(begin, stop)])
         own.zero_grad()
         F.cross_entropy(expected(images[chosen]), data.tensors[1][chosen]).backward()
         own.step()

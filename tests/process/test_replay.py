@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,21 @@ def test_computed_again(launch: Launcher, name: str) -> None:
     kills = [who for who, _, what in scene.get("faults", []) if what == "kill"]
     # Where nobody survives, no era begins with survivors.
     assert unplanned >= (0 if scene.get("checkpoint") else len(kills))
+
+
+EARLIER = Path(__file__).parent / "earlier"
+
+
+@pytest.mark.parametrize("kind", ["own", "given"])
+def test_a_journal_of_the_time_before_orders_had_names(launch: Launcher, kind: str) -> None:
+    """Written when an epoch was a permutation drawn as a whole: by the script's own order, and by Pliant's."""
+    shutil.copytree(EARLIER / kind, launch.directory / "job")
+    audited = launch.command("audit", "job")
+    assert audited.wait() == 0, audited.output
+    again = replayed(launch, "--json", script=EARLIER / "train.py", args=("given",) if kind == "given" else ())
+    assert again.process.returncode == 0, again.output
+    findings = found(again)
+    assert findings["agrees"] and findings["complete"] and findings["weights"]["relative"] <= 1e-9
 
 
 def test_from_a_checkpoint(launch: Launcher) -> None:

@@ -197,7 +197,7 @@ class Plan(msgspec.Struct, frozen=True, tag="plan"):
 # coordinator -> worker
 
 
-class Past(msgspec.Struct, frozen=True):
+class Past(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """A call that all workers have left: what a newcomer's call at that place returns."""
 
     task: str

@@ -14,10 +14,14 @@ from collections.abc import Sequence
 import msgspec
 
 from pliant.core import drift, goodput, noise, overlap, pace, rates
+from pliant.core.calls import NONE, Calls, Past
 from pliant.core.ledger import Ledger
 from pliant.core.pace import Pacing
 from pliant.core.tickets import Kind, Sums
 from pliant.types import WorkerId
+
+PERMUTATION, FEISTEL = "permutation", "feistel"
+"""how the order of an epoch's samples comes from the seed (``worker.sample_order``)"""
 
 
 class Policy(msgspec.Struct, frozen=True):
@@ -34,6 +38,8 @@ class Policy(msgspec.Struct, frozen=True):
     momentum: float = 0.0
     watched: int = drift.EVERY
     """rounds from one digest of the weights to the next; 0: none is taken"""
+    order: str = PERMUTATION
+    """how the samples of an epoch are ordered: what journals and checkpoints mean that do not say"""
 
 
 class Standing(enum.IntEnum):
@@ -44,18 +50,6 @@ class Standing(enum.IntEnum):
     ACTIVE = 1
     LEAVING = 2
     """draws no more; gone with the next planned era"""
-
-
-class Past(msgspec.Struct, frozen=True):
-    """A finished top-level phase: what the same call of a newcomer returns."""
-
-    kind: Kind
-    epoch: int
-    result: float | None = None
-    inner: bool = False
-    """called in the body of the loop before it, whose phase had ended: a newcomer does not make this call"""
-    results: dict[str, float | None] | None = None
-    """where ``evaluate`` measures several means: each by its name, None for one that is undefined"""
 
 
 class OpenPhase(msgspec.Struct, frozen=True):
@@ -124,8 +118,8 @@ class Group(msgspec.Struct, frozen=True):
     evaluating: Pacing = msgspec.field(default_factory=lambda: pace.unmeasured(1))
     open: tuple[OpenPhase, ...] = ()
     """innermost last: an ``evaluate`` may be called inside a ``batches`` loop"""
-    past: tuple[Past, ...] = ()
-    """finished top-level phases, in their order"""
+    past: Calls = NONE
+    """finished top-level calls, in their order"""
     given_up: tuple[OpenPhase, ...] = ()
     """phases that the last unplanned era has ended: nobody was left in them, and nobody else would have come"""
     offences: tuple[tuple[WorkerId, int], ...] = ()

@@ -17,6 +17,7 @@ from typing import Annotated, Union
 
 import msgspec
 
+from pliant.core.group import PERMUTATION
 from pliant.core.tickets import Flag
 from pliant.errors import JournalError
 
@@ -90,6 +91,8 @@ class PolicyRecord(msgspec.Struct, frozen=True, tag="policy", tag_field="kind"):
     parameters: str = ""
     """what is trained: how many tensors and numbers, and a checksum of their names, shapes and types"""
     updates_limit: Count | None = None
+    order: Name = PERMUTATION
+    """how the samples of an epoch are ordered; journals that do not say are of the time before there was a choice"""
 
 
 class PhaseRecord(msgspec.Struct, frozen=True, tag="phase", tag_field="kind", omit_defaults=True):

@@ -155,6 +155,7 @@ class Replay:
             trial=record.trial,
             rule=rule,
             momentum=record.momentum,
+            order=record.order,
         )
         if self._group.open and policy != self._group.policy:
             return [f"the policy changes inside phase {self._group.phase.number}"]

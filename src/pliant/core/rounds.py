@@ -253,7 +253,7 @@ def _closed(
     finished = Past(phase.kind, phase.epoch, result, phase.inner, results)
     outer = group.open[:-1]
     if not outer:
-        return replace(group, open=(), past=(*group.past, finished))
+        return replace(group, open=(), past=group.past.added(finished))
     return replace(group, open=(*outer[:-1], replace(outer[-1], nested=(*outer[-1].nested, finished))))
 
 

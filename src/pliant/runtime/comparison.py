@@ -58,8 +58,8 @@ def refuse_other_call(
         raise Diverged(f"{where}: the script calls {NAMES[call.kind]}, the run called {there}")
     for what, here, there in (
         ("is in epoch", call.epoch + 1, record.epoch + 1),
-        ("has samples:", call.length, record.length),
-        ("takes the samples in an order with the checksum", call.order, record.order),
+        ("has samples:", call.samples.length, record.length),
+        ("takes the samples in an order with the checksum", call.samples.checksum, record.order),
     ):
         if here != there:
             raise Diverged(f"{where}: the script {what} {here}, the run {there}")

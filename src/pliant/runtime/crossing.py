@@ -67,7 +67,7 @@ class Crossing:
         return past
 
     def _enlist(self, call: Opening) -> None:
-        self._eras.enlist(self._member.script.calls, call.kind.name.lower(), call.length)
+        self._eras.enlist(self._member.script.calls, call.kind.name.lower(), call.samples.length)
         self._enter_next()
 
     # -- a planned era
@@ -86,10 +86,12 @@ class Crossing:
         before = member.group
         member.group = regrouping.switched(before, seat.era, seat.roster)
         self._channels.enter(seat.channel)
-        handed = changes.encoded(member.handed)
+        newcomers = any(worker not in before.roster for worker in seat.roster)
+        # The journal's records are counted as they are before this era's.
+        handed = changes.encoded(member.handed, known=0) if newcomers else b""
         self._entered(seat, None)
         eras.go_on(member.group, seat, knows_best=False)
-        if any(worker not in before.roster for worker in seat.roster):
+        if newcomers:
             reached(lambda: seat.channel.tell(handed, seat.donor))
 
     def _depart(self) -> None:
@@ -240,15 +242,22 @@ class Crossing:
 
     def _handed_round(self, seat: Seat, look: Callable[[], None], *, donor: bool) -> Handed:
         """The state that all enter the era with: the donor's."""
+        known = self._known(seat, look) if seat.exchange >= 0 else 0
         if not donor:
-            handed = changes.decoded(_heard(lambda: seat.channel.told(seat.donor, look)))
+            own = self._member.group.past
+            handed = changes.decoded(_heard(lambda: seat.channel.told(seat.donor, look)), own)
             if self._member.script.is_beyond(handed.group):
                 # However it came to be: a lost coordinator's word, or calls that were over before the run went back.
                 raise RunEnded(_PAST_IT)
             return handed
         handed = self._member.handed
-        reached(lambda: seat.channel.tell(changes.encoded(handed), seat.donor))
+        reached(lambda: seat.channel.tell(changes.encoded(handed, known), seat.donor))
         return handed
+
+    def _known(self, seat: Seat, look: Callable[[], None]) -> int:
+        """How many of the script's calls everybody knows: those need not travel."""
+        mine = changes.packed_count(self._member.group.past)
+        return min(changes.unpacked_count(data) for data in self._gathered(seat, look, mine))
 
     def _is_at(self, group: Group) -> bool:
         """Whether this worker has missed nothing of what ``group`` has done."""
@@ -258,10 +267,13 @@ class Crossing:
     def _entries(self, seat: Seat, look: Callable[[], None], *, active: bool) -> list[Entry]:
         """What everybody brings along."""
         mine = changes.packed_entry(self._member.work.entry(active=active))
+        return [changes.unpacked_entry(data) for data in self._gathered(seat, look, mine)]
+
+    def _gathered(self, seat: Seat, look: Callable[[], None], mine: bytes) -> list[bytes]:
         summation = reached(lambda: seat.channel.gather(mine))
         while not summation.wait(LOOK_S):
             look()
-        return [changes.unpacked_entry(data) for data in _heard(summation.tickets)]
+        return _heard(summation.tickets)
 
     def _begin_anew(self, handed: Handed, depth: int, *, keep: bool) -> None:
         """This worker does not hold the state that the era begins with: nothing it has computed is of use.

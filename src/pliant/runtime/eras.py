@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from pliant.control import messages
 from pliant.control.messages import EraPlan
 from pliant.core import drawing
+from pliant.core.calls import NONE, Call, Calls
 from pliant.core.group import Group, Past, Standing
 from pliant.core.regrouping import Entry
 from pliant.core.tickets import NOWHERE, Kind, point
@@ -43,20 +44,49 @@ class Handed(msgspec.Struct, frozen=True):
     """the bitmap of buffers that are merged"""
     undrained: bool
     """the exchange that makes the buffers equal is still to come"""
+    known: int = 0
+    """so many calls of the script all who are told know already"""
+    calls: list[Call] = []
+    """those that ``group`` has left since; in there they are only while nothing travels"""
+
+    def packed(self, known: int) -> Handed:
+        """As it travels to workers that know so many calls."""
+        first = min(known, len(self.group.past))
+        return replace(self, group=replace(self.group, past=NONE), known=first, calls=self.group.past.since(first))
+
+    def unpacked(self, own: Calls) -> Handed:
+        """As it was, for a worker that knows ``own`` calls."""
+        assert len(own) >= self.known, "the donor was told how many"
+        past = own.up_to(self.known).joined(self.calls)
+        return replace(self, group=replace(self.group, past=past), known=0, calls=[])
+
+
+_KNOWN = struct.Struct("<q")
+
+
+def packed_count(past: Calls) -> bytes:
+    """How many calls a worker knows for certain: to the last one something may still be added."""
+    return _KNOWN.pack(max(0, len(past) - 1))
+
+
+def unpacked_count(data: bytes) -> int:
+    return _KNOWN.unpack(data)[0]
 
 
 _decoder = msgspec.msgpack.Decoder(tuple[Handed, bytes])
 
 
-def encoded(handed: Handed) -> bytes:
+def encoded(handed: Handed, known: int) -> bytes:
+    """For workers that know so many calls."""
     # msgpack has no numbers above 64 bits, and a model may have more buffers than that.
     live = handed.live.to_bytes((handed.live.bit_length() + 7) // 8, "little")
-    return msgspec.msgpack.encode((replace(handed, live=0), live))
+    return msgspec.msgpack.encode((replace(handed.packed(known), live=0), live))
 
 
-def decoded(payload: bytes) -> Handed:
+def decoded(payload: bytes, own: Calls) -> Handed:
+    """For a worker that knows ``own`` calls."""
     handed, live = _decoder.decode(payload)
-    return replace(handed, live=int.from_bytes(live, "little"))
+    return replace(handed, live=int.from_bytes(live, "little")).unpacked(own)
 
 
 def packed_entry(entry: Entry) -> bytes:
@@ -157,7 +187,8 @@ class Eras:
 
     def last_past_epoch(self) -> int:
         """The last epoch of which the coordinator knew a finished call."""
-        return max((past.epoch for past in self.place.link.mailbox.welcome.past), default=-1)
+        past = self.place.link.mailbox.welcome.past
+        return past[-1].epoch if past else -1
 
     def enlist(self, index: int, task: str, length: int) -> None:
         """Ask to become a member, from this call on."""

@@ -83,8 +83,8 @@ class Exchanges:
         opening = replace(
             self._member.ticket(call.kind, Flag.OPENING | flags),
             epoch=call.epoch,
-            length=call.length,
-            order=call.order,
+            length=call.samples.length,
+            order=call.samples.checksum,
             size=call.size,
             ahead=call.ahead,
         )
@@ -390,7 +390,7 @@ class Exchanges:
     def _follow_result(self, outcome: Settled) -> None:
         """A schedule may follow the results of ``evaluate``: those that every script asks for, outside of its loops."""
         member = self._member
-        top = not member.group.open and not member.group.past[-1].inner
+        top = not member.group.open and not member.group.past.ended_inside
         if outcome.kind is Kind.EVALUATE and top and outcome.result is not None:
             member.training.evaluated(outcome.result)
             if member.eras is not None:

@@ -350,11 +350,12 @@ class Player:
 
     def _enter(self, call: Opening, item: Opened) -> None:
         record = item.record
+        # The order that is compared is made by what the run's policy says.
+        self.group = item.group
         refuse_other_call(call, self._limit, record, self._agreed)
         self._calls.append(_Call(call.kind, record.phase))
         if call.kind is Kind.TRAIN:
             self._views.begin(self.training.buffers.training_bits())
-        self.group = item.group
 
     def _passed_by(self, opened: Opened, start: Start) -> int | Past:
         """This phase began before the checkpoint: go to its end without a computation, or to the checkpoint."""
@@ -416,7 +417,7 @@ class Player:
             total, count = call.sums.get(name, (0.0, 0.0))
             if mean is not None:
                 self._comparison.result(total / count if count else math.nan, mean, group.round, name)
-        if record.result is not None and not group.open and not group.past[-1].inner:
+        if record.result is not None and not group.open and not group.past.ended_inside:
             self.training.evaluated(record.result)
 
     def _exchanged(self, item: Exchange) -> None:

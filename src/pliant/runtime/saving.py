@@ -9,6 +9,7 @@ Source    docs/design/0014-checkpoints.md.
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pliant.core.group import Group
+from pliant.core.calls import NONE, calls_of
+from pliant.core.group import Group, Past
 from pliant.errors import CheckpointError
 from pliant.runtime import takeover
 from pliant.runtime.eras import Handed
@@ -122,7 +124,7 @@ class Saving:
         """Copy the state as of now, and write it in the background. The model shows the plain weights."""
         group = handed.group
         name = f"{handed.records:010d}-{group.exchange:010d}-{group.era}"
-        encoded = msgspec.json.encode(handed).decode()
+        encoded = msgspec.json.encode(handed.packed(known=0)).decode()
         manifest = Manifest(self._job, name, self._library, handed.records, group.round, group.samples, encoded)
         want = [*takeover.everything(training), *([takeover.STATE] if carried["state"] else [])]
         own = {key: value for key, value in carried.items() if key != "journal"}
@@ -199,14 +201,23 @@ class Restored:
 
 def _handed(manifest: Manifest) -> Handed:
     try:
-        return msgspec.json.decode(manifest.group, type=Handed)
-    except (msgspec.MsgspecError, ValueError) as error:
+        found: dict[str, Any] = json.loads(manifest.group)
+        past, calls = found["group"].get("past"), NONE
+        if isinstance(past, list):
+            # Written when the calls were a list in the group.
+            del found["group"]["past"]
+            calls = calls_of(msgspec.convert(past, list[Past]))
+            found |= {"known": len(calls)}
+        return msgspec.json.decode(json.dumps(found), type=Handed).unpacked(calls)
+    except (msgspec.MsgspecError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {manifest.name} is of another version of Pliant: {error}") from None
 
 
 def _compare(manifest: Manifest, handed: Handed, state: Any, training: Training, group: Group) -> None:
     """Raise where the checkpoint is not one of this script."""
-    if handed.group.policy != group.policy:
+    # The order of the samples is the checkpoint's: half of an epoch may lie before it.
+    asked = msgspec.structs.replace(group.policy, order=handed.group.policy.order)
+    if handed.group.policy != asked:
         raise CheckpointError(
             f"checkpoint {manifest.name} is of a run with other settings of join ({handed.group.policy}); "
             "use those, or another directory for this run"

@@ -10,9 +10,30 @@ Source    docs/design/0007-elastic.md ("Past phases").
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from pliant.core.group import Group, Past
 from pliant.core.tickets import Kind
+
+
+class Samples(Protocol):
+    """What a call goes over. Looked at only where the group is not past the call: it may take long to make."""
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def checksum(self) -> int:
+        """Of their order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Samples of which these two numbers are known."""
+
+    length: int
+    checksum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +42,7 @@ class Opening:
 
     kind: Kind
     epoch: int
-    length: int
-    order: int
+    samples: Samples
     size: int
     ahead: int
 
@@ -102,14 +122,16 @@ class Script:
 
     def past(self, group: Group) -> Past | None:
         """How the innermost call ended, if the group has left it."""
-        nested, calls = self.depth > 1, _top_level(group)
-        if self.calls < len(calls):
-            past = group.past[calls[self.calls]]
+        nested = self.depth > 1
+        if self.calls < len(group.past):
+            call = group.past.call(self.calls)
             if nested and self._ended_inside is not None:
-                inner = group.past[calls[self.calls] + 1 :]
                 made = self._nested - self._ended_inside
-                return inner[made] if made < len(inner) else None
-            return Past(Kind.EVALUATE, past.epoch) if nested else past
+                if made < len(call.inner):
+                    return call.inner[made]
+                if self.calls + 1 == len(group.past):
+                    return None
+            return Past(Kind.EVALUATE, call.epoch) if nested else call.past
         if nested and group.open and self._nested < len(group.open[0].nested):
             return group.open[0].nested[self._nested]
         return None
@@ -119,34 +141,29 @@ class Script:
         open_ = group.open
         if self.is_in_ended_loop:
             return open_[0].number if open_ and open_[0].inner else None
-        if self.depth == 0 or len(open_) < self.depth or self.calls != len(_top_level(group)) or open_[0].inner:
+        if self.depth == 0 or len(open_) < self.depth or self.calls != len(group.past) or open_[0].inner:
             return None
         return open_[self.depth - 1].number
 
     def is_beyond(self, group: Group) -> bool:
         """Whether the script has left calls that the group is still to make: the run has gone back to a checkpoint."""
-        return self.calls > len(_top_level(group))
+        return self.calls > len(group.past)
 
     def is_behind(self, group: Group) -> bool:
         """Whether the script runs code between two calls that the group has run already."""
         opened = bool(group.open) and not group.open[0].inner
-        return not self.stack and self.calls < len(_top_level(group)) + opened
+        return not self.stack and self.calls < len(group.past) + opened
 
     def is_passed(self, group: Group) -> bool:
         """Whether the group is in a later call than the top-level one that the script is in: it will come to that."""
         opened = bool(group.open) and not group.open[0].inner
-        return len(_top_level(group)) + opened > self.calls + 1
+        return len(group.past) + opened > self.calls + 1
 
     def is_at(self, group: Group) -> bool:
         """Whether the script is where the group is."""
         return self.depth == len(group.open) and self.phase(group) is not None
 
 
-def _top_level(group: Group) -> list[int]:
-    """Places in ``group.past`` of the calls that every script makes, whether it was in the loops or not."""
-    return [place for place, past in enumerate(group.past) if not past.inner]
-
-
 def top_level_calls(group: Group) -> int:
-    """How many such calls the group has left."""
-    return len(_top_level(group))
+    """How many calls the group has left that every script makes, whether it was in the loops or not."""
+    return len(group.past)

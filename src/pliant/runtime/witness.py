@@ -243,6 +243,7 @@ def _policy(group: Group, settings: dict[str, str], parameters: str) -> journal.
         settings=settings,
         parameters=parameters,
         updates_limit=group.updates_limit,
+        order=policy.order,
     )
 
 

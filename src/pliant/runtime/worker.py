@@ -149,7 +149,7 @@ class Worker:
 
     def past(self, epoch: int) -> bool:
         """Whether the group is beyond ``epoch`` already: a newcomer passes over it."""
-        known = [phase.epoch for phase in (*self.group.past, *self.group.open)]
+        known = [self.group.past.epoch, *(phase.epoch for phase in self.group.open)]
         if self._eras is not None:
             known.append(self._eras.last_past_epoch())
         return max(known, default=-1) > epoch

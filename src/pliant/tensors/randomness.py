@@ -19,11 +19,15 @@ def stream(seed: int, epoch: int, position: int, purpose: int) -> int:
     """64 well-mixed bits for one stream (splitmix64's finaliser over the four numbers)."""
     state = 0
     for number in (seed, epoch, position, purpose):
-        state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
-        state ^= state >> 31
+        state = mixed((state ^ number) + 0x9E3779B97F4A7C15 & _MASK)
     return state
+
+
+def mixed(state: int) -> int:
+    """A permutation of 64 bits in which every bit depends on every other (splitmix64's finaliser)."""
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+    return state ^ state >> 31
 
 
 SAMPLE, MICRO_BATCH, ORDER = 1, 2, 3

@@ -29,7 +29,7 @@ from pliant.runtime.handing import Ready
 from pliant.runtime.membership import Membership
 from pliant.runtime.place import Place
 from pliant.runtime.saving import Saving
-from pliant.runtime.script import Opening
+from pliant.runtime.script import Counted, Opening
 from pliant.runtime.worker import Worker
 from pliant.tensors import group as groups
 from pliant.testing.checks import Checker, Observer, Violation
@@ -474,7 +474,7 @@ class Script:
 
     def _batches(self, epoch: int) -> None:
         worker, scene, world = self._worker, self.scene, self.process.world
-        phase = worker.open(Opening(Kind.TRAIN, epoch, scene.length, 0, self.size, 0))
+        phase = worker.open(Opening(Kind.TRAIN, epoch, Counted(scene.length, 0), self.size, 0))
         if isinstance(phase, Past):
             return
         while (micro_batch := worker.draw(phase)) is not None:
@@ -554,7 +554,7 @@ class Script:
     def _evaluate(self, epoch: int) -> None:
         worker, scene = self._worker, self.scene
         with self.training.plain():
-            phase = worker.open(Opening(Kind.EVALUATE, epoch, scene.evaluated, 1, self.size, 0))
+            phase = worker.open(Opening(Kind.EVALUATE, epoch, Counted(scene.evaluated, 1), self.size, 0))
             if isinstance(phase, Past):
                 past: Past | None = phase
             else:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pliant import data
 from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Point, Ticket
 from pliant.testing.habits.kit import Kit, Samples, change, kit_of
 from pliant.testing.habits.script import TESTED, Diary, Drawn
 from pliant.testing.habits.values import Habits
 from pliant.testing.together import Record
+from pliant.worker.sample_order import epoch_order
 
 _KEPT = 4
 """Versions of the weights: a contribution is at most one round old, a repeated step begins one earlier."""
@@ -191,8 +191,8 @@ class Reference:
         front = self._fronts.get((member, epoch), 0)
         part = self._diaries[member].drawn.get(epoch, [])[front : front + ticket.micro_batches]
         self._fronts[member, epoch] = front + ticket.micro_batches
-        order = data.epoch_order(None, 0, epoch, self._habits.samples)
-        said = [int(order[position]) for start, stop in outcome.spans[member] for position in range(start, stop)]
+        order = epoch_order(None, 0, epoch, self._habits.samples)
+        said = order.at([position for start, stop in outcome.spans[member] for position in range(start, stop)])
         drew = [index for drawn in part for index in drawn.indices]
         _check(said == drew, f"round {outcome.round}: worker {member} drew {drew}, the ledger says {said}")
         return part

@@ -1,0 +1,140 @@
+"""The calls of ``batches`` and ``evaluate`` that the group has left.
+
+Question  How did call number n end, for a script that makes it later, when there may be a hundred thousand of them?
+Holds     A value like any other of the replicated state: adding a call gives another one, and both share all but a few
+          blocks. Adding and looking up cost the same whatever the number of calls. What travels is a list of the calls
+          from some number on.
+Source    Persistent vectors (Bagwell, 2000, "Ideal hash trees", as in Clojure); docs/design/0019-order.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from pliant.core.tickets import Kind
+
+WIDTH = 32
+"""Calls in a block, and blocks in a larger one: so many references are copied where a call is added."""
+
+
+class Past(msgspec.Struct, frozen=True):
+    """A finished phase: what the same call of a newcomer returns."""
+
+    kind: Kind
+    epoch: int
+    result: float | None = None
+    inner: bool = False
+    """called in the body of the loop before it, whose phase had ended: a newcomer does not make this call"""
+    results: dict[str, float | None] | None = None
+    """where ``evaluate`` measures several means: each by its name, None for one that is undefined"""
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """A finished top-level call, as it travels."""
+
+    kind: Kind
+    epoch: int
+    result: float | None = None
+    results: dict[str, float | None] | None = None
+    inner: tuple[Past, ...] = ()
+    """phases that were opened in the last body of its loop, after it had ended"""
+
+    @property
+    def past(self) -> Past:
+        return Past(self.kind, self.epoch, self.result, results=self.results)
+
+
+class Calls(msgspec.Struct, frozen=True):
+    """The finished top-level calls, in their order."""
+
+    count: int = 0
+    last: tuple[Call, ...] = ()
+    """a block of those that came last"""
+    blocks: tuple[tuple[Any, ...], ...] = ()
+    """full ones, the smallest first: of so many calls, of so many of those blocks, and so on"""
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> Past:
+        return self.call(number).past
+
+    def call(self, number: int) -> Call:
+        """Call ``number``; from the end where that is negative."""
+        left = number + self.count if number < 0 else number
+        if not 0 <= left < self.count:
+            raise IndexError(f"call {number} of {self.count}")
+        for level in range(len(self.blocks), 0, -1):
+            held = len(self.blocks[level - 1]) * WIDTH**level
+            if left < held:
+                node: Any = self.blocks[level - 1]
+                for below in range(level, -1, -1):
+                    node = node[left // WIDTH**below % WIDTH]
+                return node
+            left -= held
+        return self.last[left]
+
+    @property
+    def epoch(self) -> int:
+        """That of the last one; -1: there is none. Scripts count upwards."""
+        return self.call(-1).epoch if self.count else -1
+
+    @property
+    def ended_inside(self) -> bool:
+        """Whether the phase that has ended last was opened in the body of a loop that was over."""
+        return self.count > 0 and bool(self.call(-1).inner)
+
+    def since(self, number: int) -> list[Call]:
+        """The calls from that one on."""
+        return [self.call(each) for each in range(number, self.count)]
+
+    def added(self, past: Past) -> Calls:
+        """With one more; an inner one belongs to the call before it."""
+        if not past.inner:
+            return self.joined([Call(past.kind, past.epoch, past.result, past.results)])
+        if not self.count:
+            return self
+        call = self.call(-1)
+        return self.up_to(self.count - 1).joined([replace(call, inner=(*call.inner, past))])
+
+    def joined(self, calls: Iterable[Call]) -> Calls:
+        """With these added."""
+        count, last, blocks = self.count, list(self.last), list(self.blocks)
+        for call in calls:
+            if len(last) == WIDTH:
+                _carry(blocks, tuple(last))
+                last = []
+            count += 1
+            last.append(call)
+        return Calls(count, tuple(last), tuple(blocks))
+
+    def up_to(self, number: int) -> Calls:
+        """Only those before that one."""
+        if number >= self.count - len(self.last):
+            return replace(self, count=min(number, self.count), last=self.last[: number - self.count + len(self.last)])
+        return Calls().joined(self.call(each) for each in range(number))
+
+
+def _carry(blocks: list[tuple[Any, ...]], full: tuple[Any, ...]) -> None:
+    """Put a full block with those of its size; where they are full, too, they become one of the next size."""
+    for level, others in enumerate(blocks):
+        if len(others) + 1 < WIDTH:
+            blocks[level] = (*others, full)
+            return
+        blocks[level], full = (), (*others, full)
+    blocks.append((full,))
+
+
+NONE = Calls()
+
+
+def calls_of(pasts: Sequence[Past]) -> Calls:
+    """Those of a list, in which inner ones come after their call."""
+    calls = NONE
+    for past in pasts:
+        calls = calls.added(past)
+    return calls
