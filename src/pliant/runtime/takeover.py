@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from pliant.runtime.update import Training
 from pliant.tensors import memory
+from pliant.tensors.copying import Copying
 from pliant.tensors.gradients import Buffer
 
 META, STATE = "meta", "state"
@@ -389,6 +390,18 @@ def snapshot(training: Training, carried: Mapping[str, Any], want: Sequence[str]
     return parts
 
 
+@torch.no_grad()
+def copy_parameters(training: Training, copying: Copying) -> dict[str, Any]:
+    """The same for all parameters, where they will be when ``copying`` is complete."""
+    parts: dict[str, Any] = {}
+    for index, p in enumerate(training.parameters):
+        state = training.optimizer.state.get(p, {})
+        value = copying.of_tensor(training.plain_weights(index))
+        parts[f"p{index}"] = {"value": value, "state": copying.of(dict(state))}
+    training.copying = copying
+    return parts
+
+
 def users_state_of(carried: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the user's own state, and which parameters the script trains by now: its code decides about both."""
     values = _copied(stated(carried["state"]))
@@ -453,6 +466,11 @@ def install(training: Training, carried: Mapping[str, Any], parts: Mapping[str, 
         install_parameter(training, index, parts[f"p{index}"])
 
 
+def is_parameter(name: str) -> bool:
+    """Whether it is the name of a parameter and its optimizer state."""
+    return _is(name, "p")
+
+
 def _is(name: str, kind: str) -> bool:
     return name[0] == kind and name[1:].isdecimal()
 
@@ -460,6 +478,7 @@ def _is(name: str, kind: str) -> bool:
 @torch.no_grad()
 def install_parameter(training: Training, index: int, part: Mapping[str, Any]) -> None:
     """Take over one parameter and its optimizer state."""
+    training.finish_copy()
     p = training.parameters[index]
     p.copy_(part["value"])
     # Asking for a parameter's state makes an empty one: where the donor has none, there is to be none.

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from pliant import bitmaps
@@ -377,6 +376,9 @@ class VirtualLookAhead:
             for p, plain in zip(self._parameters, self._plain, strict=True):
                 p.value = plain
 
+    def plain(self, index: int) -> Number:
+        return Number(self._plain[index])
+
     def exchange(self) -> None:
         held = [p.value for p in self._parameters]
         for p, plain in zip(self._parameters, self._plain, strict=True):
@@ -498,6 +500,7 @@ class VirtualTraining(Training):
         self._stepping = False
 
     def close(self) -> None:
+        self.finish_copy()
         self.back()
 
     def unscale(self) -> float | None:
@@ -528,8 +531,3 @@ class VirtualTraining(Training):
             weights = tuple(p.value for p in self.parameters)  # type: ignore[attr-defined]
         state = self.optimizer.state
         return (*weights, *(state[p]["momentum"].value if "momentum" in state[p] else 0 for p in self.parameters))
-
-    @contextmanager
-    def plain(self) -> Iterator[None]:
-        with super().plain():
-            yield
