@@ -166,6 +166,7 @@ def measure(rounds: int, say: Say) -> tuple[Trial, ...]:
     say(
         f"{course.rounds} rounds  {len(course.copied_s)} checkpoints  CPU {100 * figures['cpu']:+.2f} %  "
         f"main thread {100 * figures['main']:+.2f} %  paused for {figures['pause_ms']:.1f} ms, at most "
-        f"{figures['longest_pause_ms']:.1f} (a micro-batch: {figures['micro_batch_ms']:.1f})  {figures['copies']:.2f} copies"
+        f"{figures['longest_pause_ms']:.1f} (a micro-batch: {figures['micro_batch_ms']:.1f})  "
+        f"{figures['copies']:.2f} copies"
     )
     return (Trial("pliant", MODEL, "checkpoints", 0, figures),)

@@ -1,8 +1,8 @@
 """Checkpoints: when one is written, when it counts, and how a run goes on from it.
 
 Question  Which moment of a run can be gone back to, and who may say that a checkpoint of it exists?
-Holds     The state is that between two micro-batches. Weights and optimizer state are copied in the background, the copy
-          is complete before either is changed, and it is written from there; there is one copy at a time. All members
+Holds     The state is that between two micro-batches. Weights and optimizer state are copied in the background; that
+          copy is complete before either is changed, and is written from there. There is one copy at a time. All members
           have settled the exchange it is of before the coordinator is told, so that it can never be of a round that
           is void. What cannot be written or read is said, and tried again.
 Source    docs/design/0014-checkpoints.md.
