@@ -51,13 +51,14 @@ def gradient(epoch: int, position: int) -> tuple[int, ...]:
 class Number:
     """A parameter, or a copy of one."""
 
-    __slots__ = ("__weakref__", "grad", "requires_grad", "value")
-    nbytes = 8
+    __slots__ = ("__weakref__", "grad", "nbytes", "requires_grad", "value")
     shape = ()
     dtype = device = "number"
 
-    def __init__(self, value: int) -> None:
+    def __init__(self, value: int, nbytes: int = 8) -> None:
         self.value = value
+        self.nbytes = nbytes
+        """as if it were a tensor of that size"""
         self.grad: Number | None = None
         self.requires_grad = True
 
@@ -472,9 +473,9 @@ class VirtualScheduler:
 class VirtualTraining(Training):
     """``runtime.update.Training`` over exact numbers: its own code, other tensors."""
 
-    def __init__(self, *, reference: int, buffers: int, start: int, grows: bool = False) -> None:
-        """``grows``: the optimizer gets the last parameter only later, from the script."""
-        numbers: Any = [Number((start + index) % PRIME) for index in range(PARAMETERS)]
+    def __init__(self, *, reference: int, buffers: int, start: int, grows: bool = False, nbytes: int = 8) -> None:
+        """``grows``: the optimizer gets the last parameter only later, from the script; ``nbytes``: of a parameter."""
+        numbers: Any = [Number((start + index) % PRIME, nbytes) for index in range(PARAMETERS)]
         self.optimizer: Any = VirtualOptimizer(numbers[:-1] if grows else numbers, 0.125)
         self.trained = TrainedSet(cast(Any, _Model(numbers)), self.optimizer)
         self.parameters = self.trained.parameters
