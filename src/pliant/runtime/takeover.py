@@ -381,8 +381,8 @@ class Takeover:
 
 def _say_waiting(size: int, at_most: int) -> None:
     print(
-        f"pliant: the group waits for this worker until a parameter of {size / 1e6:.0f} MB has arrived with its optimizer "
-        f"state: keeping the gradients of all rounds meanwhile would take more than {at_most / 1e6:.0f} MB; "
+        f"pliant: the group waits for this worker until {size / 1e6:.0f} MB of parameters have arrived with their "
+        f"optimizer state: keeping the gradients of all rounds meanwhile would take more than {at_most / 1e6:.0f} MB; "
         "a quicker network, or longer rounds, avoid this",
         file=sys.stderr,
         flush=True,

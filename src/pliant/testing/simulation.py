@@ -215,7 +215,7 @@ class Simulation:
 
     @property
     def _slack_s(self) -> float:
-        """What the slowest micro-batch takes, and the start of a process; and what the group may wait for a newcomer."""
+        """What the slowest micro-batch takes, the start of a process, and what the group may wait for a newcomer."""
         return 1.0 + 8 * max(self.scene.paces) * max(self.scene.sizes) + self.scene.parameters_s
 
     def _may_end(self, reason: str) -> bool:
