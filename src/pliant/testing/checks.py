@@ -17,7 +17,7 @@ from pliant.core import journal, score
 from pliant.core.audit import audit
 from pliant.core.drift import Drift
 from pliant.core.group import Group, Standing
-from pliant.core.portions import SMALL_BYTES
+from pliant.core.portions import COPIES, SMALL_BYTES
 from pliant.core.regrouping import Entry
 from pliant.core.replay import Replay
 from pliant.core.rounds import Settled
@@ -55,6 +55,8 @@ class Checker:
         """at some time nobody who held the state could do anything with it"""
         self.checkpoints = 0
         """that the journal names"""
+        self.copies_kept = COPIES
+        """of all gradients, by a newcomer at most"""
         self.tainted = False
         """a worker whose weights had been changed may have been believed: they are not those of the journal"""
         self.state_lost = False
@@ -126,7 +128,7 @@ class Checker:
 
     def kept(self, name: str, kept_bytes: int, training: VirtualTraining) -> None:
         """A newcomer keeps gradients of past rounds: at most twice as much as one round has, or little."""
-        most = max(2 * sum(p.nbytes for p in training.parameters), SMALL_BYTES)
+        most = max(self.copies_kept * sum(p.nbytes for p in training.parameters), SMALL_BYTES)
         self.require(kept_bytes <= most, f"{name} keeps {kept_bytes} bytes of gradients, and {most} are too many")
 
     def _compare(self, name: str, standing: Standing, group: Group, weights: tuple[int, ...]) -> None:

@@ -143,6 +143,9 @@ class Simulation:
         self.launchers = [self.launcher]
         # Whose weights were changed may be the only one left.
         self.checker.tainted = scene.name == "drifting"
+        if scene.late_heads:
+            # More is kept each time when an answer is of a round that is not kept any more.
+            self.checker.copies_kept *= 4
         world.after(0.25, self._watch)
         for fault in scene.faults:
             fault.plan(self)
