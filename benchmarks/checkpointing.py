@@ -2,7 +2,8 @@
 
 Question  How much does a checkpoint of the large model every five seconds take from the training?
 Holds     One worker that never sleeps, so that nothing is hidden in waiting; a job's other workers notice nothing. The
-          copy is timed where the main thread makes it, the writing in its own thread, both in CPU seconds, and related
+          main thread is timed where it begins a copy and where it completes one before an update, in CPU seconds and,
+          as the pause, in seconds; the writing in its own thread, in CPU seconds, and related
           to what the process used (getrusage) over all rounds: two stretches of such a run differ by more than both, on
           a machine that others use.
 Source    Issue 5, "checkpointing"; docs/benchmarks.md.
@@ -38,7 +39,10 @@ class Course:
     """One run."""
 
     copied_s: list[float] = field(default_factory=list)
-    """of the main thread, for each checkpoint"""
+    """CPU of the main thread, for each checkpoint"""
+    paused_s: list[float] = field(default_factory=list)
+    """how long it did nothing else, for each checkpoint"""
+    micro_batch_s: list[float] = field(default_factory=list)
     written_s: list[float] = field(default_factory=list)
     """of the thread that writes"""
     rounds: int = 0
@@ -85,11 +89,13 @@ def trained(directory: str, rounds: int) -> Course:
     with pliant.join(model, optimizer, batch=BATCH, checkpoint=directory, checkpoint_every=EVERY_S) as run:
         saving = run._worker._checkpoints.saving
         assert saving is not None
-        _watch(saving, course)
+        _watch(saving, run._worker.training, course)
         used_s, main_s = cpu_s(), time.thread_time()
         for x, y in run.batches(make_dataset(MODEL), size=SIZE):
             device.begin(len(x))
+            began_s = time.perf_counter()
             run.backward(F.cross_entropy(model(x), y))
+            course.micro_batch_s.append(time.perf_counter() - began_s)
             if run.step() and saving._writing is None:
                 course.rest()
                 if run.round >= rounds:
@@ -100,26 +106,36 @@ def trained(directory: str, rounds: int) -> Course:
     return course
 
 
-def _watch(saving: Any, course: Course) -> None:
+def _watch(saving: Any, training: Any, course: Course) -> None:
     """Time every copy and every writing, and note the memory that they take."""
-    save = saving.save
+    save, finish_copy = saving.save, training.finish_copy
+
+    def timed(work: Callable[[], object]) -> None:
+        began_s, used_s = time.perf_counter(), time.thread_time()
+        work()
+        course.paused_s[-1] += time.perf_counter() - began_s
+        course.copied_s[-1] += time.thread_time() - used_s
 
     def saved(*arguments: Any) -> None:
         course.begin()
-        began_s = time.thread_time()
-        save(*arguments)
-        course.copied_s.append(time.thread_time() - began_s)
+        course.paused_s.append(0.0)
+        course.copied_s.append(0.0)
+        timed(lambda: save(*arguments))
+
+    def finished() -> None:
+        if training.copying is not None:
+            timed(finish_copy)
 
     def begin(work: Callable[[], object]) -> Thread:
-        def timed() -> None:
+        def written() -> None:
             began_s = time.thread_time()
             work()
             course.written_s.append(time.thread_time() - began_s)
             course.written()
 
-        return Thread(timed)
+        return Thread(written)
 
-    saving.save, saving._begin = saved, begin
+    saving.save, saving._begin, training.finish_copy = saved, begin, finished
     _forget_peak()
 
 
@@ -138,6 +154,9 @@ def measure(rounds: int, say: Say) -> tuple[Trial, ...]:
         "rounds": float(course.rounds),
         "checkpoints": float(len(course.copied_s)),
         "copy_ms": median(course.copied_s) * 1e3,
+        "pause_ms": median(course.paused_s) * 1e3,
+        "longest_pause_ms": max(course.paused_s) * 1e3,
+        "micro_batch_ms": median(course.micro_batch_s) * 1e3,
         "cpu": (sum(course.copied_s) + written_s) / (course.cpu_s - sum(course.copied_s) - written_s),
         "main": sum(course.copied_s) / (course.main_s - sum(course.copied_s)),
         "copies": max(course.extra_mb) / course.state_mb,
@@ -146,6 +165,8 @@ def measure(rounds: int, say: Say) -> tuple[Trial, ...]:
     }
     say(
         f"{course.rounds} rounds  {len(course.copied_s)} checkpoints  CPU {100 * figures['cpu']:+.2f} %  "
-        f"main thread {100 * figures['main']:+.2f} %  {figures['copies']:.2f} copies"
+        f"main thread {100 * figures['main']:+.2f} %  paused for {figures['pause_ms']:.1f} ms, at most "
+        f"{figures['longest_pause_ms']:.1f} (a micro-batch: {figures['micro_batch_ms']:.1f})  "
+        f"{figures['copies']:.2f} copies"
     )
     return (Trial("pliant", MODEL, "checkpoints", 0, figures),)

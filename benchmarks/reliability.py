@@ -1,5 +1,7 @@
 """Tables of what concerns reliability: fuzzing, the journal, checkpoints."""
 
+from collections.abc import Mapping
+
 from benchmarks.results import Results, Trial
 from benchmarks.sheet import Sheet
 
@@ -44,12 +46,24 @@ def _checkpoints(results: Results) -> list[Sheet]:
             ("rounds, checkpoints", f"{found['rounds']:.0f}, {found['checkpoints']:.0f}"),
             ("CPU of a round", f"{found['round_ms']:.1f} ms"),
             ("copy by the main thread, median", f"{found['copy_ms']:.0f} ms"),
+            *_pauses(found),
             ("added CPU, copy and writing", f"{100 * found['cpu']:.2f} %"),
             ("added time of the main thread", f"{100 * found['main']:.2f} %"),
             ("memory while one is written, in copies of the state", f"{found['copies']:.2f}"),
         ]
     state = results.trials[0].figures["state_mb"]
     return [Sheet(f"A checkpoint of {state:.0f} MB every 5 s", ("", "measured"), tuple(rows))]
+
+
+def _pauses(found: Mapping[str, float]) -> list[tuple[str, str]]:
+    """How long training stood still for a checkpoint, where that was measured."""
+    if "pause_ms" not in found:
+        return []
+    pauses = f"{found['pause_ms']:.1f} ms, {found['longest_pause_ms']:.1f} ms"
+    return [
+        ("pause of training for a checkpoint, median and longest", pauses),
+        ("a micro-batch, median", f"{found['micro_batch_ms']:.1f} ms"),
+    ]
 
 
 SHEETS = {"fuzz": _fuzz, "journal": _journal, "checkpoints": _checkpoints}

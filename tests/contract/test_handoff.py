@@ -199,6 +199,30 @@ def test_a_donor_that_closes_in_mid_stream(donor: Donor, newcomer: Recipient) ->
     assert newcomer.arrived() is None
 
 
+def test_a_newcomer_knows_how_much_of_an_answer_is_here(donor: Donor, newcomer: Recipient) -> None:
+    tensors = [torch.arange(1000.0), torch.arange(3000.0)]
+    go_on = threading.Event()
+    write_chunks = stream.write_chunks
+
+    def halting(writer: Any, memory: memoryview) -> None:
+        if len(memory) == tensors[1].nbytes:
+            writer.flush()
+            assert go_on.wait(PATIENCE_S)
+        write_chunks(writer, memory)
+
+    assert newcomer.begun() is None
+    newcomer.request(1, 7, ["x"])
+    until(lambda: donor.pending, "the request")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "write_chunks", halting)
+        donor.serve(1, 7, lambda want, as_of: {"x": tensors})
+        assert until(lambda: (newcomer.begun() or (0, 0.0))[1] and newcomer.begun(), "the first tensor") == (7, 0.25)
+        assert newcomer.arrived() is None
+        go_on.set()
+        until(newcomer.arrived, "the answer")
+    assert newcomer.begun() is None
+
+
 def test_a_newcomer_that_goes_is_forgotten(donor: Donor, newcomer: Recipient) -> None:
     newcomer.request(1, 9, ["x"])
     until(lambda: donor.pending, "the request")

@@ -166,6 +166,9 @@ class Line:
         answer, self.answer = self.answer, None
         return answer
 
+    def begun(self) -> None:
+        return None
+
     def close(self) -> None: ...
 
 

@@ -33,6 +33,9 @@ class Line:
     def arrived(self) -> Any:
         return self.answers.popleft() if self.answers else None
 
+    def begun(self) -> tuple[int, float] | None:
+        return None
+
     def close(self) -> None: ...
 
 

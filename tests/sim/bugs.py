@@ -22,6 +22,7 @@ from pliant.runtime.eras import Eras
 from pliant.runtime.handing import HandingIn
 from pliant.runtime.place import EraBroken, Evicted
 from pliant.runtime.takeover import Takeover
+from pliant.runtime.update import Training
 from pliant.runtime.witness import Reporter
 from pliant.runtime.work import Work
 from pliant.runtime.worker import Worker
@@ -148,6 +149,19 @@ def no_catching_up() -> list[Patch]:
     return [(Takeover, "note", lambda self, *_, **__: None)]
 
 
+def keep_every_round() -> list[Patch]:
+    """A newcomer keeps the gradients of all rounds while its tensors are on their way."""
+    return [
+        (Takeover, "_make_room", lambda self, *_: True),
+        (Takeover, "holds_up", lambda self, coming: False),
+    ]
+
+
+def update_while_copied() -> list[Patch]:
+    """An update does not wait for the copy that a checkpoint is written from."""
+    return [(Training, "finish_copy", lambda self: None)]
+
+
 def half_settled() -> list[Patch]:
     """A round is not applied when the hand-in of the next one fails."""
     return [(HandingIn, "hand_in_or_remember", HandingIn.hand_in)]
@@ -180,6 +194,8 @@ BUGS: dict[str, tuple[str, Callable[[], list[Patch]]]] = {
     "early_eviction": ("coordinator", early_eviction),
     "leaver_draws_on": ("goings", leaver_draws_on),
     "no_catching_up": ("comings", no_catching_up),
+    "keep_every_round": ("streams", keep_every_round),
+    "update_while_copied": ("rewinds", update_while_copied),
     "half_settled": ("kills", half_settled),
     "given_and_kept": ("kills", given_and_kept),
     "forgotten_pledge": ("lines", forgotten_pledge),

@@ -23,6 +23,8 @@ FIRST = {
     "early_eviction": 12,
     "leaver_draws_on": 60,
     "no_catching_up": 170,
+    "keep_every_round": 3,
+    "update_while_copied": 8,
     "half_settled": 36,
     "forgotten_pledge": 141,
 }

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from pliant.core import regrouping
 from pliant.core.group import Standing
 from pliant.core.members import CHECKPOINTS_KEPT
+from pliant.core.tickets import Kind
 from pliant.errors import UsageError
 from pliant.runtime.member import Member
 from pliant.runtime.saving import Saving
@@ -37,8 +38,11 @@ class Checkpoints:
         """the user's state of a checkpoint, until the script is in the call that it is of"""
         self._call = 0
 
-    def save(self) -> None:
-        """Copy the state for a checkpoint if one is due and this is who writes it; tell of one that is complete."""
+    def save(self, *, drawn: bool = False) -> None:
+        """Begin a checkpoint if one is due and this worker writes it; tell of one that is complete.
+
+        ``drawn``: the script computes a micro-batch next. The copy has that time before the next update.
+        """
         saving, member = self.saving, self._member
         if saving is None:
             return
@@ -53,9 +57,14 @@ class Checkpoints:
         saving.look(member.witness.certain, tell)
         if link is not None:
             saving.tidy(link.mailbox.named)
-        if saving.is_due and self._writes():
-            with member.training.plain():
-                saving.save(member.training, self._carried, member.handed)
+        if saving.is_due and (drawn or not self._draws) and self._writes():
+            saving.save(member.training, self._carried, member.handed)
+
+    @property
+    def _draws(self) -> bool:
+        """Whether this worker will draw a micro-batch of the training phase that is open."""
+        member = self._member
+        return bool(member.group.open) and member.group.phase.kind is Kind.TRAIN and member.speaks
 
     def _writes(self) -> bool:
         """Whether this worker writes the checkpoints, and its script is where another one can get by itself."""

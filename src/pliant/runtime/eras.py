@@ -334,6 +334,15 @@ class Eras:
         if self._takeover is not None:
             self._takeover.pursue(exchange)
 
+    def holds_up(self, coming: int) -> bool:
+        """Whether a large tensor is to arrive before this worker takes part in another round."""
+        return self._takeover is not None and self._takeover.holds_up(coming)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Gradients of past rounds that are kept for what is on its way."""
+        return 0 if self._takeover is None else self._takeover.kept_bytes
+
     def averaged(
         self, exchange: int, present: int, factor: float, scheduled: tuple[float, float], *, finite: bool
     ) -> Callable[[Any], bool] | None:

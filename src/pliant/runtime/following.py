@@ -65,6 +65,7 @@ class Following:
         if Standing.ACTIVE not in member.group.standings:
             # Nobody computes, so nothing slows the rounds down: they would chase each other.
             self._sleep(_NOBODY_S)
+        self._wait_for_large_tensor()
         held = member.work.flight
         summation = self._gathered()
         gathered, bitmap = self._channels.gathered(summation)
@@ -160,6 +161,21 @@ class Following:
         member = self._member
         if member.eras is not None and member.follows:
             member.eras.pursue(member.group.exchange)
+
+    def _wait_for_large_tensor(self) -> None:
+        """Take part in no round before it has arrived, where its gradients would fill the memory meanwhile."""
+        eras, member = self._member.eras, self._member
+        if eras is None or not member.follows:
+            return
+
+        def goes_on() -> bool:
+            if not eras.holds_up(1 + member.work.in_flight):
+                return True
+            self._lookout.progress(waiting=True)
+            self._pursue()
+            return False
+
+        self._lookout.wait_at_rest(goes_on)
 
     def readiness(self) -> Flag:
         """Whether this worker can compute from the coming exchange on, where it could not before."""

@@ -1,9 +1,10 @@
 """Checkpoints: when one is written, when it counts, and how a run goes on from it.
 
 Question  Which moment of a run can be gone back to, and who may say that a checkpoint of it exists?
-Holds     One worker copies its state while the script is between two micro-batches and writes it in the background; at
-          most one copy is there at a time. The others have settled what it is of before anybody is told, so that it can
-          never be of a round that is void. What cannot be written or read is said, and tried again.
+Holds     The state is that between two micro-batches. Weights and optimizer state are copied in the background; that
+          copy is complete before either is changed, and is written from there. There is one copy at a time. All members
+          have settled the exchange it is of before the coordinator is told, so that it can never be of a round that
+          is void. What cannot be written or read is said, and tried again.
 Source    docs/design/0014-checkpoints.md.
 """
 
@@ -24,6 +25,7 @@ from pliant.runtime import takeover
 from pliant.runtime.eras import Handed
 from pliant.runtime.update import Training
 from pliant.tensors.checkpoint import Manifest
+from pliant.tensors.copying import Copying
 
 _AGAIN = 0.2
 """After a failure the next one is tried after this part of the usual time."""
@@ -84,6 +86,9 @@ class Saving:
         self._clock = clock
         self._begin = begin
         self._due_s = clock() + every_s
+        """counted from the end of the last one"""
+        self._at_once = False
+        """the script changes weights between two updates: copy them before it goes on"""
         self._writing: tuple[Manifest | None, Task] | None = None
         """None: what is being written is of no use any more"""
         self._written: Manifest | None = None
@@ -121,17 +126,35 @@ class Saving:
         return self._writing is None and self._clock() >= self._due_s
 
     def save(self, training: Training, carried: Mapping[str, Any], handed: Handed) -> None:
-        """Copy the state as of now, and write it in the background. The model shows the plain weights."""
+        """Copy the state as of now, and write it, in the background.
+
+        What the script can change before the next update (buffers, its own state) is copied at once.
+        """
         group = handed.group
         name = f"{handed.records:010d}-{group.exchange:010d}-{group.era}"
         encoded = msgspec.json.encode(handed.packed(known=0)).decode()
         manifest = Manifest(self._job, name, self._library, handed.records, group.round, group.samples, encoded)
-        want = [*takeover.everything(training), *([takeover.STATE] if carried["state"] else [])]
+        users = carried["state"]
+        small = [name for name in takeover.everything(training) if not takeover.is_parameter(name)]
         own = {key: value for key, value in carried.items() if key != "journal"}
-        state = takeover.snapshot(training, own, want)
-        self._due_s = self._clock() + self._every_s
+        # An object of the script may show the model's weights; plain values do not.
+        with training.plain(weights=any(hasattr(value, "state_dict") for value in users.values())):
+            state = takeover.snapshot(training, own, [*small, *([takeover.STATE] if users else [])])
+        copying = Copying()
+        state |= takeover.copy_parameters(training, copying)
+        if self._at_once:
+            training.finish_copy()
+
+        def write() -> None:
+            copying.finish()
+            copying.check()
+            if copying.changed:
+                self._at_once = True
+                raise CheckpointError(f"checkpoint {name}: the script has changed weights while they were copied")
+            self._store.write(manifest, state)
+
         self._written = None
-        self._writing = manifest, self._begin(lambda: self._store.write(manifest, state))
+        self._writing = manifest, self._begin(write)
 
     def look(self, certain: int, tell: Callable[[Manifest], None]) -> None:
         """Between micro-batches: ``tell`` of a checkpoint once it is written and the others are as far.
@@ -140,8 +163,8 @@ class Saving:
         """
         if self._writing is not None and self._writing[1].over:
             (manifest, task), self._writing = self._writing, None
+            self._due_s = self._clock() + self._every_s * (1.0 if task.failed is None else _AGAIN)
             if task.failed is not None:
-                self._due_s = min(self._due_s, self._clock() + _AGAIN * self._every_s)
                 _say(f"{task.failed}; training goes on, and it is tried again")
             elif manifest is not None:
                 self._written = manifest

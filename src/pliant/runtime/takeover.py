@@ -3,31 +3,36 @@
 Question  How does a follower come to hold weights and optimizer state that change with every round?
 Holds     From the exchange at which it asks for tensors it keeps the sums of those in flight (of no others). They come
           as of a named exchange, so nothing is guessed: it catches up from there, and updates what it holds with every
-          sum. A donor that fails is replaced; what was installed stays good as long as no exchange was missed.
+          sum. What it keeps is bounded: beyond that it asks for less at a time, and in the end, for one large tensor,
+          takes part in no further round before that has arrived. A donor that fails is replaced; what was installed
+          stays good as long as no exchange was missed.
 Source    docs/design/0007-elastic.md.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pliant.core import portions
 from pliant.runtime.update import Training
 from pliant.tensors import memory
+from pliant.tensors.copying import Copying
 from pliant.tensors.gradients import Buffer
+from pliant.worker.kept_rounds import KeptResult, KeptRound, Request
 
 META, STATE = "meta", "state"
 _TRAINED = "\0trained"
 """beside the names of the user's own values"""
 _AT_END = "state at the end of call "
 _BEFORE_HOOKS = "state before the hooks of exchange "
-# What a donor copies, and a follower keeps sums of, at a time. One tensor may be larger.
+# What a donor copies at a time. One tensor may be larger.
 _REQUEST_BYTES = 128 << 20
 
 
@@ -58,59 +63,8 @@ class Recipient(Protocol):
 
     def request(self, era: int, as_of: int, want: Sequence[str]) -> None: ...
     def arrived(self) -> Any: ...
+    def begun(self) -> tuple[int, float] | None: ...
     def close(self) -> None: ...
-
-
-@dataclass(slots=True)
-class _Round:
-    """One applied round, as far as tensors in flight need it."""
-
-    exchange: int
-    gradients: dict[int, Tensor]
-    kept: Buffer | None
-    """the whole buffer, where all of it is needed"""
-    factor: float
-    hyper: list[dict[str, Any]]
-    """what the schedule said"""
-    applied: bool
-    finite: bool
-    scheduled: tuple[float, float]
-    """what the schedule had counted before and after it"""
-
-
-@dataclass(slots=True)
-class _Result:
-    """A top-level ``evaluate`` that ended: a schedule may follow it."""
-
-    exchange: int
-    result: float
-
-
-@dataclass(slots=True)
-class _Asked:
-    """A request under way."""
-
-    as_of: int
-    """the tensors come as of this exchange or a later one"""
-    want: list[str]
-    since: list[_Round | _Result] = field(default_factory=list)
-    """what the group has done after ``as_of``"""
-    drained: int = 0
-    """the last exchange that made the buffers equal"""
-    answer: tuple[int, Mapping[str, Any]] | None = None
-    """what has arrived, where the donor was ahead of this worker"""
-
-    @property
-    def parameters(self) -> list[int]:
-        return [int(name[1:]) for name in self.want if name.startswith("p")]
-
-    @property
-    def constants(self) -> list[int]:
-        return [int(name[1:]) for name in self.want if name.startswith("c")]
-
-    @property
-    def buffers(self) -> list[int]:
-        return [int(name[1:]) for name in self.want if name.startswith("b")]
 
 
 class Takeover:
@@ -136,11 +90,14 @@ class Takeover:
         self._states_under_way: deque[int] = deque()
         """as of which exchanges, one answer after another"""
         self._donors: list[str] = []
-        self._asked: _Asked | None = None
+        self._asked: Request | None = None
         self._era = 0
         self._expected: tuple[str, int] | None = None
         """(donor, era): everything was asked for, as of that era's start"""
         self._missing: list[str] = []
+        self._portions = portions.portions(sum(p.nbytes for p in training.parameters))
+        self._said = False
+        """that the group waits for a part of the state"""
         self.is_of_newcomer = tensors
         """whether exchanges were missed; else only the script's own code for some updates was"""
         if tensors:
@@ -157,6 +114,9 @@ class Takeover:
             return self._training.buffers.nbytes(index)
         # A parameter comes with an optimizer state of about its size.
         return self._training.parameters[index].nbytes * 2
+
+    def _gradient_bytes(self, name: str) -> int:
+        return self._training.parameters[int(name[1:])].nbytes if is_parameter(name) else 0
 
     @property
     def complete(self) -> bool:
@@ -181,9 +141,7 @@ class Takeover:
             return
         self._drop_recipient()
         self._donors, self._era = list(donors), era
-        if self._asked is not None:
-            self._missing = [*self._asked.want, *self._missing]
-            self._asked = None
+        self._ask_again_for(self._asked)
         if not keep:
             self._missing = everything(self._training)
             self._training.held = 0
@@ -199,6 +157,13 @@ class Takeover:
         self._missing += [name for name in names if name not in self._missing]
         for index in parameters:
             self._training.held = (self._training.held or 0) & ~(1 << index)
+
+    def _ask_again_for(self, asked: Request | None) -> None:
+        """A request comes to nothing: what it was for is missing still."""
+        if asked is not None:
+            # What was lost since is in both; were it installed twice, it would be updated twice.
+            self._missing = list(dict.fromkeys([*asked.want, *self._missing]))
+        self._asked = None
 
     def _drop_recipient(self) -> None:
         if self._recipient is not None:
@@ -221,8 +186,13 @@ class Takeover:
             # The donor may be one exchange ahead: its tensors hold a sum that is still to be applied here.
             if asked.answer is None or asked.answer[0] > exchange:
                 return
-            self._asked = None
-            self._install(asked, *asked.answer)
+            if asked.answer[0] < asked.dropped:
+                self._portions = portions.missed(self._portions)
+                self._ask_again_for(asked)
+            else:
+                self._asked = None
+                self._portions = portions.arrived(self._portions, asked.size, asked.rounds)
+                self._install(asked, *asked.answer)
         if self._missing:
             self._ask(recipient, exchange)
 
@@ -230,23 +200,23 @@ class Takeover:
         if self._recipient is not None and self._recipient.failed is not None:
             self._drop_recipient()
             self._donors = self._donors[1:] + self._donors[:1]
-            if self._asked is not None:
-                self._missing = [*self._asked.want, *self._missing]
-                self._asked = None
+            self._ask_again_for(self._asked)
         if self._recipient is None and self._donors:
             self._recipient = self._connect(self._donors[0])
         return self._recipient
 
     def _ask(self, recipient: Recipient, as_of: int) -> None:
         want: list[str] = []
-        size = 0
+        size = gradients = 0
         while self._missing:
             name = self._missing[0]
             size += self._bytes(name)
-            if want and size > _REQUEST_BYTES:
+            more = self._gradient_bytes(name)
+            if want and (size > _REQUEST_BYTES or (gradients and more and not self._portions.fits(gradients + more))):
                 break
+            gradients += more
             want.append(self._missing.pop(0))
-        self._asked = _Asked(as_of, want)
+        self._asked = Request(as_of, want, gradients)
         recipient.request(self._era, as_of, want)
 
     def ask_state(self, as_of: int) -> None:
@@ -308,29 +278,88 @@ class Takeover:
         asked = self._asked
         if asked is None or exchange <= asked.as_of:
             return False
+        asked.rounds += means is not None
+        begun = self._begun()
+        if begun is not None and exchange <= begun[0]:
+            # The donor has made this update already.
+            return False
+        size = sum(self._training.parameters[i].nbytes for i in asked.parameters if present >> i & 1)
+        if means is not None and not self._make_room(asked, size):
+            return False
         gradients: dict[int, Tensor] = {}
         kept = means if len(asked.parameters) == len(self._training.parameters) else None
         if means is not None:
             needed = {index: means.views[index] for index in asked.parameters if present >> index & 1}
             gradients = {index: view if kept else view.clone() for index, view in needed.items() if view is not None}
         hyper = self._training.scheduled()
-        asked.since.append(_Round(exchange, gradients, kept, factor, hyper, means is not None, finite, scheduled))
+        size = sum(self._training.parameters[index].nbytes for index in gradients)
+        applied = means is not None
+        asked.since.append(KeptRound(exchange, gradients, kept, size, factor, hyper, applied, finite, scheduled))
         return kept is not None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Gradients that are kept of past rounds."""
+        return self._asked.kept_bytes if self._asked is not None else 0
+
+    def _begun(self) -> tuple[int, float] | None:
+        """Of the answer that is arriving or here: the exchange it is of, and which part is here."""
+        asked, recipient = self._asked, self._recipient
+        if asked is not None and asked.answer is not None:
+            return asked.answer[0], 1.0
+        return recipient.begun() if recipient is not None and recipient.failed is None else None
+
+    def _make_room(self, asked: Request, size: int) -> bool:
+        """Before a round with ``size`` bytes of gradients is kept; False: the request was given up instead."""
+        if not self._portions.is_full(asked.kept_bytes + size):
+            return True
+        begun = self._begun()
+        if begun is not None:
+            asked.answered_as_of(begun[0])
+        if len(asked.parameters) > 1 and asked.answer is None and self._portions.is_full(asked.kept_bytes + size):
+            part = begun[1] if begun is not None else 0.0
+            self._portions = portions.given_up(self._portions, asked.size, asked.rounds, part)
+            self._ask_again_for(asked)
+            # The donor stops sending what is of no use any more; it is asked again on another line.
+            self._drop_recipient()
+            return False
+        # Only before the answer has begun: after that ``holds_up`` is in time.
+        while self._portions.is_full(asked.kept_bytes + size) and asked.drop_oldest():
+            pass
+        return True
+
+    def holds_up(self, coming: int) -> bool:
+        """Whether this worker takes part in no further round before what it has asked for has arrived.
+
+        That is one tensor, or most of it is here. ``coming``: so many rounds may be settled until this is asked again.
+        Only while the donor sends: for that it needs no round.
+        """
+        asked, begun = self._asked, self._begun()
+        if asked is None or asked.answer is not None or begun is None or begun[0] < asked.dropped:
+            return False
+        if len(asked.parameters) > 1 and begun[1] < portions.MOST:
+            return False
+        asked.answered_as_of(begun[0])
+        holds = self._portions.is_full(asked.kept_bytes + coming * asked.size)
+        if holds and not self._said:
+            self._said = True
+            _say_waiting(asked.size, self._portions.at_most)
+        return holds
 
     def note_result(self, exchange: int, result: float) -> None:
         """A top-level ``evaluate`` ended as ``exchange``."""
         if self._asked is not None and exchange > self._asked.as_of:
-            self._asked.since.append(_Result(exchange, result))
+            self._asked.since.append(KeptResult(exchange, result))
 
     def note_drain(self, exchange: int) -> None:
         """The buffers were made equal as ``exchange``."""
         if self._asked is not None:
             self._asked.drained = exchange
 
-    def _install(self, asked: _Asked, as_of: int, parts: Mapping[str, Any]) -> None:
+    def _install(self, asked: Request, as_of: int, parts: Mapping[str, Any]) -> None:
         training = self._training
         since = [each for each in asked.since if each.exchange > as_of]
-        merged = asked.drained > as_of or any(isinstance(each, _Round) and each.applied for each in since)
+        merged = asked.drained > as_of or any(isinstance(each, KeptRound) and each.applied for each in since)
         if META in asked.want:
             install_meta(training, self._carried, parts[META], merged=merged)
         training.buffers.adopt({index: parts[f"b{index}"] for index in asked.buffers}, merged=merged)
@@ -341,21 +370,31 @@ class Takeover:
             install_parameter(training, index, parts[f"p{index}"])
         for each in since:
             self._catch_up(each, schedules=META in asked.want)
-        spare = next((each.kept for each in asked.since if isinstance(each, _Round) and each.kept), None)
+        spare = next((each.kept for each in asked.since if isinstance(each, KeptRound) and each.kept), None)
         if spare is not None:
             training.gradients.take_back(spare)
         training.held = (training.held or 0) | sum(1 << index for index in asked.parameters)
 
-    def _catch_up(self, each: _Round | _Result, *, schedules: bool) -> None:
+    def _catch_up(self, each: KeptRound | KeptResult, *, schedules: bool) -> None:
         """Do what the group has done since; ``schedules``: the schedule came with it, and is to catch up, too."""
         training = self._training
-        if isinstance(each, _Round):
+        if isinstance(each, KeptRound):
             training.catch_up(each.gradients, each.factor, None if schedules else each.hyper)
             if schedules:
                 training.advance_schedule(*each.scheduled)
                 training.follow_scale(applied=each.applied, finite=each.finite)
         elif schedules:
             training.evaluated(each.result)
+
+
+def _say_waiting(size: int, at_most: int) -> None:
+    print(
+        f"pliant: the group waits for this worker until {size / 1e6:.0f} MB of parameters have arrived with their "
+        f"optimizer state: keeping the gradients of all rounds meanwhile would take more than {at_most / 1e6:.0f} MB; "
+        "a quicker network, or longer rounds, avoid this",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 # -- both ends
@@ -393,6 +432,18 @@ def snapshot(training: Training, carried: Mapping[str, Any], want: Sequence[str]
             p = training.parameters[int(name[1:])]
             state = training.optimizer.state.get(p, {})
             parts[name] = {"value": memory.copied(p), "state": _copied(dict(state))}
+    return parts
+
+
+@torch.no_grad()
+def copy_parameters(training: Training, copying: Copying) -> dict[str, Any]:
+    """The same for all parameters, where they will be when ``copying`` is complete."""
+    parts: dict[str, Any] = {}
+    for index, p in enumerate(training.parameters):
+        state = training.optimizer.state.get(p, {})
+        value = copying.of_tensor(training.plain_weights(index))
+        parts[f"p{index}"] = {"value": value, "state": copying.of(dict(state))}
+    training.copying = copying
     return parts
 
 
@@ -460,6 +511,11 @@ def install(training: Training, carried: Mapping[str, Any], parts: Mapping[str, 
         install_parameter(training, index, parts[f"p{index}"])
 
 
+def is_parameter(name: str) -> bool:
+    """Whether it is the name of a parameter and its optimizer state."""
+    return _is(name, "p")
+
+
 def _is(name: str, kind: str) -> bool:
     return name[0] == kind and name[1:].isdecimal()
 
@@ -467,6 +523,7 @@ def _is(name: str, kind: str) -> bool:
 @torch.no_grad()
 def install_parameter(training: Training, index: int, part: Mapping[str, Any]) -> None:
     """Take over one parameter and its optimizer state."""
+    training.finish_copy()
     p = training.parameters[index]
     p.copy_(part["value"])
     # Asking for a parameter's state makes an empty one: where the donor has none, there is to be none.

@@ -25,6 +25,7 @@ from pliant.core import drift, rates
 from pliant.core.rounds import Settled
 from pliant.errors import UsageError
 from pliant.tensors.buffers import Buffers
+from pliant.tensors.copying import Copying
 from pliant.tensors.fingerprint import Fingerprint
 from pliant.tensors.gradients import Buffer, Gradients
 from pliant.tensors.lookahead import LookAhead
@@ -55,8 +56,12 @@ class Training:
     """of the last update's mean gradient, before clipping; NaN where it was not taken"""
     takes_norm = False
     """whether that norm is taken with every update, needed for clipping or not"""
+    copying: Copying | None = None
+    """a copy of weights and optimizer state that is still being made; complete before either is changed"""
     _shown = 0
     """how many ``plain`` are under way"""
+    _swapped = False
+    """one of them has put the plain weights into the model, and the look-ahead point aside"""
 
     def __init__(
         self,
@@ -115,6 +120,7 @@ class Training:
 
     def close(self) -> None:
         """Give the optimizer back to the script: plain weights, no hook, no views."""
+        self.finish_copy()
         self.back()
         self._hook.remove()
         for index in self.trained.optimized:
@@ -229,6 +235,7 @@ class Training:
         filling = self.gradients.filling
         assert filling is not None
         members = members_of(filling.members)
+        self.finish_copy()
         if weight <= 0 or squared_norm is None:
             self.lookahead.park(None, present, 0.0, members)
             return
@@ -238,6 +245,7 @@ class Training:
     def look_ahead(self, factor: float) -> None:
         """Move to where the update in flight will probably lead, if that has not been done."""
         if self.lookahead is not None and self.lookahead.due:
+            self.finish_copy()
             self.lookahead.go(self._hyper(factor))
 
     @property
@@ -419,6 +427,7 @@ class Training:
         return hyper
 
     def _optimize(self, factor: float) -> None:
+        self.finish_copy()
         hyper = self._hyper(factor)
         groups = self.optimizer.param_groups
         before = [{name: group[name] for name in values} for group, values in zip(groups, hyper, strict=True)]
@@ -461,14 +470,33 @@ class Training:
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.schedule_guard.own(self._scheduler.step)
 
+    # -- plain weights
+
+    def finish_copy(self) -> None:
+        """Weights or optimizer state are about to change: complete the copy of them that is being made."""
+        if self.copying is not None:
+            copying, self.copying = self.copying, None
+            copying.finish()
+
+    def plain_weights(self, index: int) -> Tensor:
+        """The tensor that holds the plain weights of a parameter now."""
+        if self.lookahead is not None and self.lookahead.away and not self._swapped:
+            return self.lookahead.plain(index)
+        return self.parameters[index]
+
     @contextmanager
-    def plain(self) -> Iterator[None]:
-        """Show the plain weights and the group's merged buffers for a while; inside another one they are shown."""
+    def plain(self, *, weights: bool = True) -> Iterator[None]:
+        """Show the plain weights and the group's merged buffers for a while; inside another one they are shown.
+
+        Without ``weights`` only the buffers.
+        """
         self._shown += 1
         shows = self._shown == 1
-        away = shows and self.lookahead is not None and self.lookahead.away
+        away = weights and shows and self.lookahead is not None and self.lookahead.away
         if away:
+            self.finish_copy()
             self.lookahead.exchange()  # type: ignore[union-attr]
+            self._swapped = True
         if shows:
             self.buffers.exchange()
         try:
@@ -478,7 +506,9 @@ class Training:
             if shows:
                 self.buffers.exchange()
             if away:
+                self.finish_copy()
                 self.lookahead.exchange()  # type: ignore[union-attr]
+                self._swapped = False
 
 
 def _held(value: Any) -> Any:

@@ -267,6 +267,7 @@ class Worker:
             start = self._clock()
             self.training.look_ahead(self.group.rate.factor)
             work.cost_s += self._clock() - start
+            self._checkpoints.save(drawn=True)
         cpu_s, ahead = time.thread_time(), self.training.ahead
         work.contribution.draw(samples_of(micro_batch), cpu_s, self.group.round, ahead=ahead)
         self._lookout.progress(At.DRAWING)

@@ -278,6 +278,7 @@ class Recipient:
         self._token = token
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._arrived: deque[tuple[int, dict[str, Any]]] = deque()
+        self._begun: tuple[int, float] | None = None
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._closed = False
@@ -290,6 +291,10 @@ class Recipient:
     def arrived(self) -> tuple[int, dict[str, Any]] | None:
         """The next answer (the exchange and the state as of it), if there is one."""
         return self._arrived.popleft() if self._arrived else None
+
+    def begun(self) -> tuple[int, float] | None:
+        """Of the answer that is arriving: the exchange it is of, and which part of its bytes is here."""
+        return self._begun
 
     def close(self) -> None:
         """Take nothing more."""
@@ -342,7 +347,12 @@ class Recipient:
             connection.settimeout(None)
             frame = stream.read_frame(reader)
             connection.settimeout(_STALLED_S)
-            self._arrived.append(_read_answer(reader, frame))
+            answer = _read_answer(reader, frame, self._note)
+            self._begun = None
+            self._arrived.append(answer)
+
+    def _note(self, exchange: int, part: float) -> None:
+        self._begun = exchange, part
 
     def _next_request(self, connection: socket.socket) -> _Request | None:
         while not self._closed:
@@ -353,16 +363,23 @@ class Recipient:
         return None
 
 
-def _read_answer(reader: BinaryIO, frame: bytes) -> tuple[int, dict[str, Any]]:
+Note = Callable[[int, float], None]
+"""is told of the exchange of an answer, and which part of it has arrived"""
+
+
+def _read_answer(
+    reader: BinaryIO, frame: bytes, note: Note = lambda exchange, part: None
+) -> tuple[int, dict[str, Any]]:
     head: _Head = stream.decoded(frame, _Head)
     match head:
         case _Refusal(reason):
             raise stream.Broken(f"refused: {reason}")
         case _State():
-            return head.exchange, _read_state(reader, head)
+            return head.exchange, _read_state(reader, head, note)
 
 
-def _read_state(reader: BinaryIO, head: _State) -> dict[str, Any]:
+def _read_state(reader: BinaryIO, head: _State, note: Note = lambda exchange, part: None) -> dict[str, Any]:
+    note(head.exchange, 0.0)
     if head.skeleton_bytes > SKELETON_BYTES:
         raise stream.Broken(f"announces a skeleton of {head.skeleton_bytes} bytes, more than {SKELETON_BYTES}")
     skeleton = bytearray(head.skeleton_bytes)
@@ -373,8 +390,11 @@ def _read_state(reader: BinaryIO, head: _State) -> dict[str, Any]:
         if size != head.tensor_bytes:
             raise stream.Broken(f"announces {head.tensor_bytes} bytes of tensors and describes {size}")
         tensors = blank_tensors(bytes(skeleton))
+        here = 0
         for tensor in tensors:
             stream.read_chunks(reader, bytes_of(tensor))
+            here += tensor.nbytes
+            note(head.exchange, here / max(1, size))
         if stream.read_frame(reader) != _WHOLE:
             raise stream.Broken("sent a state without an end")
         state = rebuilt(bytes(skeleton), tensors)

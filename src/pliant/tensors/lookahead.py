@@ -150,6 +150,10 @@ class LookAhead:
             torch._foreach_copy_(self._laid_out, list(self._copy.values()))
             self.away = False
 
+    def plain(self, index: int) -> Tensor:
+        """The plain weights of a parameter, while the model is at the look-ahead point."""
+        return self._copy.get(index, self._parameters[index])
+
     @torch.no_grad()
     def exchange(self) -> None:
         """Swap plain weights and look-ahead point in place; twice is nothing."""

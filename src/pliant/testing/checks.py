@@ -10,13 +10,14 @@ Source    Invariants 1 to 6 of DESIGN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pliant.core import journal, score
 from pliant.core.audit import audit
 from pliant.core.drift import Drift
 from pliant.core.group import Group, Standing
+from pliant.core.portions import COPIES, SMALL_BYTES
 from pliant.core.regrouping import Entry
 from pliant.core.replay import Replay
 from pliant.core.rounds import Settled
@@ -54,6 +55,8 @@ class Checker:
         """at some time nobody who held the state could do anything with it"""
         self.checkpoints = 0
         """that the journal names"""
+        self.copies_kept = COPIES
+        """of all gradients, by a newcomer at most"""
         self.tainted = False
         """a worker whose weights had been changed may have been believed: they are not those of the journal"""
         self.state_lost = False
@@ -129,6 +132,11 @@ class Checker:
             numbers: Any = training.parameters
             self.start = numbers[0].value
         self._compare(name, standing, group, training.plain_values())
+
+    def kept(self, name: str, kept_bytes: int, training: VirtualTraining) -> None:
+        """A newcomer keeps gradients of past rounds: at most twice as much as one round has, or little."""
+        most = max(self.copies_kept * sum(p.nbytes for p in training.parameters), SMALL_BYTES)
+        self.require(kept_bytes <= most, f"{name} keeps {kept_bytes} bytes of gradients, and {most} are too many")
 
     def _compare(self, name: str, standing: Standing, group: Group, weights: tuple[int, ...]) -> None:
         """Weights are the same, but for the rounds until a worker is named whose own were changed."""
@@ -350,6 +358,9 @@ def _difference(one: Group, other: Group) -> str:
 class Observer(Reporter):
     """The real witness, with a checker looking over its shoulder."""
 
+    kept_bytes: Callable[[], int] = staticmethod(lambda: 0)
+    """of gradients, by a newcomer"""
+
     def __init__(self, link: VirtualLink, checker: Checker, training: VirtualTraining) -> None:
         super().__init__(link)
         self._seen = link
@@ -367,6 +378,7 @@ class Observer(Reporter):
     def settled(self, group: Group, outcome: Settled, handed_in: list[Ticket], rate: float) -> None:
         self._checker.settled(group, outcome, handed_in)
         super().settled(group, outcome, handed_in, rate)
+        self._checker.kept(self._seen.worker, self.kept_bytes(), self._training)
         self._checker.passed(self._seen, group, self._training, "settled")
 
     def era(self, group: Group, entries: Sequence[Entry] | None, *, sends: bool) -> None:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pliant.runtime.takeover import is_parameter
 from pliant.tensors.handoff import is_due
 from pliant.testing.virtual import Process, World
 
@@ -32,6 +33,10 @@ class Streams:
         self.donors: dict[str, VirtualDonor] = {}
         self.breaks = 0.0
         """how likely a stream breaks in the middle of an answer"""
+        self.parameters_s = 0.0
+        """how much longer an answer with parameters takes at most"""
+        self.late_heads = 0.0
+        """how likely the head of an answer comes as late as the tensors behind it"""
 
     def delay(self) -> float:
         part = self.world.random.random()
@@ -71,7 +76,14 @@ class VirtualDonor:
         if streams.world.chance(streams.breaks):
             streams.world.after(streams.delay(), lambda: request.recipient.fail("broke in the middle"))
             return
-        streams.world.after(streams.delay(), lambda: request.recipient.take(answer))
+        takes_s = streams.delay()
+        if streams.parameters_s > 0.0 and any(map(is_parameter, request.want)):
+            takes_s += streams.world.between(0.0, streams.parameters_s)
+        late = streams.late_heads > 0.0 and streams.world.chance(streams.late_heads)
+        head_s = takes_s if late else min(takes_s, 0.0005)
+        due_s = streams.world.now_s + takes_s
+        streams.world.after(head_s, lambda: request.recipient.begin(answer[0], due_s))
+        streams.world.after(takes_s, lambda: request.recipient.take(answer))
 
     def ask(self, request: _Request) -> None:
         """A request has arrived."""
@@ -103,6 +115,8 @@ class VirtualRecipient:
         self._asked: deque[_Request] = deque()
         self._busy = False
         self._closed = False
+        self._begun: tuple[int, float, float] | None = None
+        """the exchange of the answer that is arriving, when it began, when it will be here"""
         self.failed: str | None = None
         donor = streams.donors.get(address)
         self._donor = donor
@@ -128,12 +142,23 @@ class VirtualRecipient:
     def arrived(self) -> Any:
         return self._arrived.popleft() if self._arrived else None
 
+    def begin(self, exchange: int, due_s: float) -> None:
+        """The head of an answer has come."""
+        if not self._closed and self.failed is None:
+            self._begun = exchange, self._streams.world.now_s, due_s
+
+    def begun(self) -> tuple[int, float] | None:
+        if self._begun is None:
+            return None
+        exchange, since_s, due_s = self._begun
+        return exchange, min(1.0, (self._streams.world.now_s - since_s) / max(1e-9, due_s - since_s))
+
     def take(self, answer: Any) -> None:
         """An answer has come."""
         if self._closed or self.failed is not None or not self._process.alive:
             return
         self._arrived.append(answer)
-        self._busy = False
+        self._busy, self._begun = False, None
         self._process.in_background(self._process.notice)
         self._next()
 

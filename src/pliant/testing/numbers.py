@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from pliant import bitmaps
@@ -52,13 +51,14 @@ def gradient(epoch: int, position: int) -> tuple[int, ...]:
 class Number:
     """A parameter, or a copy of one."""
 
-    __slots__ = ("__weakref__", "grad", "requires_grad", "value")
-    nbytes = 8
+    __slots__ = ("__weakref__", "grad", "nbytes", "requires_grad", "value")
     shape = ()
     dtype = device = "number"
 
-    def __init__(self, value: int) -> None:
+    def __init__(self, value: int, nbytes: int = 8) -> None:
         self.value = value
+        self.nbytes = nbytes
+        """as if it were a tensor of that size"""
         self.grad: Number | None = None
         self.requires_grad = True
 
@@ -380,6 +380,9 @@ class VirtualLookAhead:
             for p, plain in zip(self._parameters, self._plain, strict=True):
                 p.value = plain
 
+    def plain(self, index: int) -> Number:
+        return Number(self._plain[index])
+
     def exchange(self) -> None:
         held = [p.value for p in self._parameters]
         for p, plain in zip(self._parameters, self._plain, strict=True):
@@ -473,9 +476,9 @@ class VirtualScheduler:
 class VirtualTraining(Training):
     """``runtime.update.Training`` over exact numbers: its own code, other tensors."""
 
-    def __init__(self, *, reference: int, buffers: int, start: int, grows: bool = False) -> None:
-        """``grows``: the optimizer gets the last parameter only later, from the script."""
-        numbers: Any = [Number((start + index) % PRIME) for index in range(PARAMETERS)]
+    def __init__(self, *, reference: int, buffers: int, start: int, grows: bool = False, nbytes: int = 8) -> None:
+        """``grows``: the optimizer gets the last parameter only later, from the script; ``nbytes``: of a parameter."""
+        numbers: Any = [Number((start + index) % PRIME, nbytes) for index in range(PARAMETERS)]
         self.optimizer: Any = VirtualOptimizer(numbers[:-1] if grows else numbers, 0.125)
         self.trained = TrainedSet(cast(Any, _Model(numbers)), self.optimizer)
         self.parameters = self.trained.parameters
@@ -501,6 +504,7 @@ class VirtualTraining(Training):
         self._stepping = False
 
     def close(self) -> None:
+        self.finish_copy()
         self.back()
 
     def unscale(self) -> float | None:
@@ -531,8 +535,3 @@ class VirtualTraining(Training):
             weights = tuple(p.value for p in self.parameters)  # type: ignore[attr-defined]
         state = self.optimizer.state
         return (*weights, *(state[p]["momentum"].value if "momentum" in state[p] else 0 for p in self.parameters))
-
-    @contextmanager
-    def plain(self) -> Iterator[None]:
-        with super().plain():
-            yield

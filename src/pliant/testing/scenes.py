@@ -28,6 +28,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "partitions": ("isolate", "block", "cut"),
     "coordinator": ("crash", "crash", "kill", "doze"),
     "handoffs": ("join", "kill", "leave"),
+    "streams": ("join", "kill", "leave"),
     "lost": ("kill",),
     "rewinds": ("kill", "pause", "join", "leave", "crash", "cut", "drain"),
     "everything": (
@@ -98,6 +99,16 @@ def drawn(name: str, seed: int) -> Scene:
     changing = random.Random(f"{name}/{seed}/trained")
     if not breaks and changing.random() < 0.3:
         scene = replace(scene, changes=changing.choice((1, 2, 3)), grows=changing.random() < 0.5)
+    sized = random.Random(f"{name}/{seed}/sizes")
+    if name == "streams":
+        # Newcomers come early, and the state takes them longer than some rounds.
+        large, slow_s = sized.choice((40 << 20, 24 << 20, 20 << 20)), sized.choice((0.3, 1.0, 2.0))
+        late = sized.choice((0.0, 0.0, 0.5))
+        scene = replace(scene, parameter_bytes=large, parameters_s=slow_s, late_heads=late, epochs=3, samples=None)
+    elif sized.random() < 0.4:
+        # Three parameters come in three requests, in two, or in one; over a line that may take many rounds.
+        large, slow_s = sized.choice((40 << 20, 24 << 20, 20 << 20)), sized.choice((0.05, 0.2, 0.5))
+        scene = replace(scene, parameter_bytes=large, parameters_s=slow_s)
     if name in ("drift", "drifting"):
         # Long enough for a difference to be seen, and for a second one.
         watched = chance.choice((1, 1, 2))
@@ -121,7 +132,7 @@ def drawn(name: str, seed: int) -> Scene:
     if name == "drift" and chance.random() < 0.5:
         # The same worker once more.
         faults += (replace(faults[-1], at_s=faults[-1].at_s + chance.uniform(0.1, 1.0), occasion=""),)
-    if name == "handoffs":
+    if name in ("handoffs", "streams"):
         faults = (Fault("join", at_s=chance.uniform(0.2, 0.4)), *(_at_handoff(chance, fault) for fault in faults))
     may_fail = any(
         fault.what in ("kill", "leave", "drain", "pause", "hang", "save", "isolate", "block", "scale", "drift")

@@ -90,6 +90,12 @@ class Scene(msgspec.Struct, frozen=True):
     sum_s: float = 0.004
     stream_s: float = 0.01
     stream_breaks: float = 0.0
+    parameters_s: float = 0.0
+    """how much longer an answer with parameters takes"""
+    late_heads: float = 0.0
+    """how likely even the head of an answer takes its time"""
+    parameter_bytes: int = 8
+    """how large a parameter is said to be: large ones are not handed on all at once"""
     checkpoint_every_s: float | None = None
     damaged: float = 0.0
     """how likely a checkpoint is damaged"""
@@ -126,6 +132,7 @@ class Simulation:
         self.meetings = Meetings(world, scene.sum_s)
         self.streams = Streams(world, scene.stream_s)
         self.streams.breaks = scene.stream_breaks
+        self.streams.parameters_s, self.streams.late_heads = scene.parameters_s, scene.late_heads
         self.disk = VirtualDisk(world, scene.damaged)
         charter = Charter("sim", "script.py", _VERSION, scene.workers, scene.dead_after_s, grace_s=1.0)
         self.host = Host(world, self.network, charter)
@@ -142,6 +149,9 @@ class Simulation:
         self.launchers = [self.launcher]
         # Whose weights were changed may be the only one left.
         self.checker.tainted = scene.name == "drifting"
+        if scene.late_heads:
+            # More is kept each time when an answer is of a round that is not kept any more.
+            self.checker.copies_kept *= 4
         world.after(0.25, self._watch)
         for fault in scene.faults:
             fault.plan(self)
@@ -215,8 +225,8 @@ class Simulation:
 
     @property
     def _slack_s(self) -> float:
-        """What the slowest micro-batch takes, and the start of a process."""
-        return 1.0 + 8 * max(self.scene.paces) * max(self.scene.sizes)
+        """What the slowest micro-batch takes, the start of a process, and what the group may wait for a newcomer."""
+        return 1.0 + 8 * max(self.scene.paces) * max(self.scene.sizes) + self.scene.parameters_s
 
     def _may_end(self, reason: str) -> bool:
         """Whether faults explain that a run did not complete: everybody was lost, or has left."""
@@ -354,6 +364,7 @@ class Script:
             buffers=scene.buffers,
             start=1_000_003 * (self.number + 1),
             grows=scene.changes > 0 and scene.grows,
+            nbytes=scene.parameter_bytes,
         )
         self.state: dict[str, Any] = {"count": 0, "trained": 0, "epochs": 0, "updates": 0}
         witness = Observer(link, simulation.checker, self.training)
@@ -399,6 +410,7 @@ class Script:
             come_back,
         )
         self.eras = eras
+        witness.kept_bytes = lambda: eras.kept_bytes
         newcomer = founded(scene.policy, 0, (WorkerId(link.worker),))
         newcomer = replace(newcomer, standings=(Standing.FOLLOWING,))
         worker = Worker(
