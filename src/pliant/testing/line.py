@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -140,6 +140,10 @@ class VirtualLink(Link):
         self.stopped_era = max(self.stopped_era, era)
         self.process.world.note("stopped", self.worker, era, exchange, active, whole, failed[:40])
         super().stopped(era, exchange, active=active, whole=whole, failed=failed)
+
+    def unformed(self, era: int, unreached: Sequence[str], *, connecting: bool = True) -> None:
+        self.process.world.note("unformed", self.worker, era, *unreached)
+        super().unformed(era, unreached, connecting=connecting)
 
     def put(self, attempt: int, key: str, value: bytes) -> None:
         if self.process.alive:
