@@ -98,6 +98,8 @@ class Meeting:
         self._left = [False] * members
         self._fails: list[bool | None] = [None] * members
         """what becomes of a member's operations since somebody has gone: True: they fail, False: they hang"""
+        self._parted: frozenset[int] = frozenset()
+        """two members whose connection broke, while both live"""
 
     # -- forming
 
@@ -149,7 +151,7 @@ class Meeting:
         if self._fails[place] and self.world.chance(0.3):
             raise RuntimeError("connection closed by peer")
         self._operations[place].append(operation)
-        if any(self._left):
+        if any(self._left) or self._parted:
             self._spoil(place)
         self._advance()
         return operation
@@ -170,7 +172,7 @@ class Meeting:
             if operation.kind == _SPREAD:
                 self._spread(place, operation)
         step = min(self._done)
-        if any(self._left) or any(done != step for done in self._done):
+        if self._parted or any(self._left) or any(done != step for done in self._done):
             return
         together = [operation for operation in current if operation is not None]
         if len(together) < self.members or any(operation.started for operation in together):
@@ -250,7 +252,7 @@ class Meeting:
         assert process is not None
         process.notice()
         self._advance()
-        if any(self._left):
+        if any(self._left) or self._parted:
             self._spoil(place)
 
     # -- going
@@ -285,7 +287,7 @@ class Meeting:
             return
         if operation.kind == _SPREAD:
             root = operation.root
-            if not self._left[root] or root == place:
+            if (not self._left[root] and self._parted != {root, place}) or root == place:
                 return
         operation.started = True
         if self._fails[place]:
@@ -295,6 +297,14 @@ class Meeting:
                     self._finish(place, operation, "connection reset by peer")
 
             operation.timer = self.world.after(self.world.between(0.001, 0.05), lambda: process.in_background(fail))
+
+    def part(self, one: int, other: int) -> None:
+        """The connection between two members breaks, and they see it; of the others who waits for them may not."""
+        self._parted = frozenset((one, other))
+        for place in range(self.members):
+            if self._fails[place] is None:
+                self._fails[place] = place in self._parted or self.world.chance(0.6)
+            self._spoil(place)
 
     def changed(self) -> None:
         """A member was paused, resumed, cut off or reached again."""
@@ -365,6 +375,12 @@ class Meetings:
         if meeting.members != members:
             raise AssertionError(f"attempt {attempt} is formed with {meeting.members} and with {members} members")
         return meeting
+
+    def part(self, one: Process, other: Process) -> None:
+        """The connections between two processes break."""
+        for meeting in list(self._meetings.values()):
+            if one in meeting.processes and other in meeting.processes:
+                meeting.part(meeting.processes.index(one), meeting.processes.index(other))
 
     def watch(self, process: Process) -> None:
         """Tell the process's groups what becomes of it."""

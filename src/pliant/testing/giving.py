@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pliant.runtime.takeover import STATE
 from pliant.tensors.handoff import is_due
 from pliant.testing.virtual import Process, World
 
@@ -32,6 +33,8 @@ class Streams:
         self.donors: dict[str, VirtualDonor] = {}
         self.breaks = 0.0
         """how likely a stream breaks in the middle of an answer"""
+        self.state_s = 0.0
+        """how much longer the user's state takes than anything else"""
 
     def delay(self) -> float:
         part = self.world.random.random()
@@ -71,7 +74,8 @@ class VirtualDonor:
         if streams.world.chance(streams.breaks):
             streams.world.after(streams.delay(), lambda: request.recipient.fail("broke in the middle"))
             return
-        streams.world.after(streams.delay(), lambda: request.recipient.take(answer))
+        more_s = streams.state_s if request.want == [STATE] else 0.0
+        streams.world.after(streams.delay() + more_s, lambda: request.recipient.take(answer))
 
     def ask(self, request: _Request) -> None:
         """A request has arrived."""
@@ -113,6 +117,8 @@ class VirtualRecipient:
 
     def request(self, era: int, as_of: int, want: Sequence[str]) -> None:
         """Ask for ``want`` as of an exchange or a later one; one request after another is under way."""
+        if list(want) == [STATE]:
+            self._streams.world.note("lacks state", self._process.name)
         self._asked.append(_Request(self, era, as_of, list(want)))
         self._next()
 

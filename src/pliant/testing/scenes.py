@@ -37,6 +37,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "latecomers": ("join",),
     "drift": ("drift",),
     "drifting": ("drift", "drift", "drift", "join", "kill", "leave", "drain", "pause", "crash"),
+    "walls": ("wall", "wall", "wall", "part", "join", "kill", "leave", "drain"),
+    "lonely": ("join", "kill", "cut", "pause"),
     "evaluations": ("kill", "kill", "join", "leave", "drain", "pause", "cut"),
 }  # fmt: skip
 """scene → the faults that it is drawn from"""
@@ -110,6 +112,10 @@ def drawn(name: str, seed: int) -> Scene:
         return _rewinds(chance, scene)
     if name == "latecomers":
         return _latecomers(chance, scene)
+    if name == "walls":
+        return _walls(chance, scene)
+    if name == "lonely":
+        return _lonely(chance, scene)
     count = chance.choice((1, 1, 2, 2, 3, 4)) if kinds else 0
     faults = tuple(_fault(chance, chance.choice(kinds), scene) for _ in range(count))
     if name == "drift" and chance.random() < 0.5:
@@ -152,6 +158,43 @@ def _latecomers(chance: random.Random, scene: Scene) -> Scene:
         faults.append(Fault(what, at_s=3.0, occasion="restored", delay_s=chance.uniform(0.0, 0.3), lasts_s=lasts_s))
     every_s = chance.choice((0.05, 0.1, 0.3))
     return replace(scene, faults=tuple(faults), may_fail=True, checkpoint_every_s=every_s, nested=0)
+
+
+def _walls(chance: random.Random, scene: Scene) -> Scene:
+    """Newcomers that cannot be reached, or members that cannot reach each other; half the time nothing else."""
+    alone = chance.random() < 0.5
+    faults: list[Fault] = []
+    for _ in range(chance.choice((1, 1, 2))):
+        lasts_s = chance.choice((0.0, 0.0, 0.0, 1.0, 3.0))
+        # Not before the first era: there everybody is as new as they are.
+        nth = chance.randrange(4, 40)
+        faults.append(Fault("wall", at_s=3.0, occasion="settled", nth=nth, lasts_s=lasts_s, whom=chance.randrange(2)))
+    if not alone:
+        kinds = ("part", *NAMES["walls"][3:])
+        faults += [_fault(chance, chance.choice(kinds), scene) for _ in range(chance.choice((1, 1, 2)))]
+    scene = replace(scene, epochs=3, length=90, samples=None, dead_after_s=min(1.0, scene.dead_after_s))
+    return replace(scene, faults=tuple(faults), unbroken=alone, may_fail=not alone)
+
+
+def _lonely(chance: random.Random, scene: Scene) -> Scene:
+    """One change after another while a newcomer waits for the user's state, which takes its time."""
+    faults = [Fault("join", at_s=chance.uniform(0.1, 0.3), whom=chance.randrange(2))]
+    for index in range(scene.workers):
+        # The old ones go, one shortly after the other, when it holds the weights.
+        nth = chance.randrange(1, 4)
+        faults.append(
+            Fault("kill", at_s=3.0, occasion="lacks state", nth=nth, delay_s=0.02 * chance.random(), whom=index)
+        )
+    for _ in range(chance.choice((1, 2))):
+        occasion = chance.choice(("stopped", "forming", "forming", "entered"))
+        what = chance.choice(("kill", "kill", "cut", "cut", "join"))
+        delay_s = 0.02 * chance.random()
+        nth = chance.randrange(1, 12)
+        faults.append(
+            Fault(what, at_s=3.0, occasion=occasion, nth=nth, delay_s=delay_s, whom=chance.choice((-1, 0, 1)))
+        )
+    scene = replace(scene, epochs=3, length=90, samples=None, state_s=chance.choice((0.1, 0.4)))
+    return replace(scene, faults=tuple(faults), may_fail=True, breaks=0.0, nested=0)
 
 
 def _fault(chance: random.Random, what: str, scene: Scene) -> Fault:
