@@ -17,9 +17,9 @@ from msgspec.structs import replace
 
 from pliant.types import WorkerId
 
-GATHER_S = 1.0
-"""After the first member's word about a failed formation the others' words arrive within this time: their attempts to
-connect began together, and end after the same time."""
+GATHER_S = 4.0
+"""After the first word about a failed plan the others' arrive within this time: who is refused knows it at once, who gets
+no answer gives up after three and a half seconds. Nothing waits for it: the era in force goes on."""
 
 UNCERTAIN_S = 15.0
 """Where only newcomers have failed, and cannot say with whom, the members' own attempts end within this time."""

@@ -229,7 +229,7 @@ def _wall(simulation: Simulation, fault: Fault, about: str | None) -> None:
 
 
 def _part(simulation: Simulation, fault: Fault, about: str | None) -> None:
-    """Two workers cannot reach each other's data any more, or one of them not the other's; all reach the coordinator."""
+    """Two workers cannot reach each other's data, or one not the other's; the coordinator is reached by all."""
     victim = _victim(simulation, fault, about)
     others = [process for process in simulation.scripts if process.alive and victim and process is not victim[0]]
     if victim is None or not others:

@@ -139,6 +139,8 @@ class VirtualLink(Link):
     def stopped(self, era: int, exchange: int, *, active: bool, whole: bool = True, failed: str = "") -> None:
         self.stopped_era = max(self.stopped_era, era)
         self.process.world.note("stopped", self.worker, era, exchange, active, whole, failed[:40])
+        if active and not whole:
+            self.process.world.note("lacking", self.worker)
         super().stopped(era, exchange, active=active, whole=whole, failed=failed)
 
     def unformed(self, era: int, unreached: Sequence[str], *, connecting: bool = True) -> None:

@@ -173,28 +173,32 @@ def _walls(chance: random.Random, scene: Scene) -> Scene:
         kinds = ("part", *NAMES["walls"][3:])
         faults += [_fault(chance, chance.choice(kinds), scene) for _ in range(chance.choice((1, 1, 2)))]
     scene = replace(scene, epochs=3, length=90, samples=None, dead_after_s=min(1.0, scene.dead_after_s))
+    if alone:
+        # Whatever else may end an era has scenes of its own.
+        scene = replace(scene, follows_updates=False, evaluates=0, nested=0, changes=0)
     return replace(scene, faults=tuple(faults), unbroken=alone, may_fail=not alone)
 
 
 def _lonely(chance: random.Random, scene: Scene) -> Scene:
-    """One change after another while a newcomer waits for the user's state, which takes its time."""
-    faults = [Fault("join", at_s=chance.uniform(0.1, 0.3), whom=chance.randrange(2))]
-    for index in range(scene.workers):
-        # The old ones go, one shortly after the other, when it holds the weights.
-        nth = chance.randrange(1, 4)
-        faults.append(
-            Fault("kill", at_s=3.0, occasion="lacks state", nth=nth, delay_s=0.02 * chance.random(), whom=index)
-        )
+    """All who have the user's state die while it is on its way to newcomers; then one of these, or its line breaks."""
+
+    def at(occasion: str, what: str, whom: int, most_s: float, nth: int = 1, lasts_s: float = 0.0) -> Fault:
+        delay_s = most_s * chance.random()
+        return Fault(what, at_s=3.0, occasion=occasion, nth=nth, delay_s=delay_s, lasts_s=lasts_s, whom=whom)
+
+    workers = chance.choice((1, 1, 2))
+    nth = chance.randrange(1, 5)
+    faults = [Fault("join", at_s=chance.uniform(0.1, 0.3), whom=1)]
+    if chance.random() < 0.5:
+        # The last one to answer lets the others wait.
+        faults.append(at("lacks state", "pause", workers + 1, 0.0, nth, lasts_s=chance.uniform(0.1, 0.4)))
+    faults += [at("lacks state", "kill", 0, 0.02, nth) for _ in range(workers)]
     for _ in range(chance.choice((1, 2))):
-        occasion = chance.choice(("stopped", "forming", "forming", "entered"))
-        what = chance.choice(("kill", "kill", "cut", "cut", "join"))
-        delay_s = 0.02 * chance.random()
-        nth = chance.randrange(1, 12)
-        faults.append(
-            Fault(what, at_s=3.0, occasion=occasion, nth=nth, delay_s=delay_s, whom=chance.choice((-1, 0, 1)))
-        )
-    scene = replace(scene, epochs=3, length=90, samples=None, state_s=chance.choice((0.1, 0.4)))
-    return replace(scene, faults=tuple(faults), may_fail=True, breaks=0.0, nested=0)
+        faults.append(at("lacking", chance.choice(("kill", "cut")), chance.choice((-1, 0, 1)), 0.06))
+    scene = replace(scene, workers=workers, epochs=3, length=90, samples=None, state_s=chance.choice((0.3, 1.0)))
+    # A spare asks for the state with every update that the script follows: each would take as long.
+    scene = replace(scene, follows_updates=False, evaluates=0, nested=0, breaks=0.0)
+    return replace(scene, faults=tuple(faults), may_fail=True, dead_after_s=2.0)
 
 
 def _fault(chance: random.Random, what: str, scene: Scene) -> Fault:
