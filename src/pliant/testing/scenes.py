@@ -192,9 +192,10 @@ def _lonely(chance: random.Random, scene: Scene) -> Scene:
     if chance.random() < 0.5:
         # The last one to answer lets the others wait.
         faults.append(at("lacks state", "pause", workers + 1, 0.0, nth, lasts_s=chance.uniform(0.1, 0.4)))
-    faults += [at("lacks state", "kill", 0, 0.02, nth) for _ in range(workers)]
+    faults += [at("lacks state", "kill", 0, 0.08, nth) for _ in range(workers)]
     for _ in range(chance.choice((1, 2))):
-        faults.append(at("lacking", chance.choice(("kill", "cut")), chance.choice((-1, 0, 1)), 0.06))
+        what, whom = chance.choice((("kill", 1), ("kill", 0), ("cut", -1), ("cut", 1)))
+        faults.append(at("lacking", what, whom, 0.06))
     scene = replace(scene, workers=workers, epochs=3, length=90, samples=None, state_s=chance.choice((0.3, 1.0)))
     # A spare asks for the state with every update that the script follows: each would take as long.
     scene = replace(scene, follows_updates=False, evaluates=0, nested=0, breaks=0.0)
