@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from pliant.types import WorkerId
 
 GATHER_S = 4.0
-"""After the first word about a failed plan the others' arrive within this time: who is refused knows it at once, who gets
-no answer gives up after three and a half seconds. Nothing waits for it: the era in force goes on."""
+"""After the first word about a failed plan the others' arrive within this time: who is refused knows it at once, who
+gets no answer gives up after three and a half seconds. Nothing waits for it: the era in force goes on."""
 
 UNCERTAIN_S = 15.0
 """Where only newcomers have failed, and cannot say with whom, the members' own attempts end within this time."""
