@@ -14,6 +14,7 @@ from pliant.errors import (
     PliantError,
     Refused,
     RunEnded,
+    Unsupported,
     UsageError,
 )
 from pliant.runtime.environment import is_first
@@ -38,6 +39,7 @@ __all__ = [
     "Refused",
     "Run",
     "RunEnded",
+    "Unsupported",
     "Update",
     "UsageError",
     "is_first",

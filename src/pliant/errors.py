@@ -9,7 +9,8 @@
     ├── CheckpointError  a checkpoint cannot be written, or is damaged, foreign or of another version
     ├── Diverged         a script that is replayed does something else than the journal says
     ├── NonFiniteLoss    too many rounds in a row had an infinite or undefined loss
-    └── Drifted          this worker's weights are not those of the others, for the second time
+    ├── Drifted          this worker's weights are not those of the others, for the second time
+    └── Unsupported      this worker's tensors are of a kind that no group can sum
 
     Left (a SystemExit)  this worker was asked to go and has gone; the run goes on without it
 
@@ -85,6 +86,10 @@ class NonFiniteLoss(PliantError):
 
 class Drifted(PliantError):
     """This worker's weights differ from the others' again, although it has taken theirs over; the run goes on."""
+
+
+class Unsupported(PliantError):
+    """This worker's tensors are of a kind, or on a device, that no group can sum; the run goes on."""
 
 
 def without_own_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -49,6 +49,7 @@ from pliant.core.events import (
     Stopped,
     Terminate,
     Tick,
+    Unformed,
 )
 from pliant.core.members import Gathering, Over, Roster, Rules, Running, Steady, Stopping
 from pliant.core.terms import Terms, difference, length_difference
@@ -1070,6 +1071,7 @@ event_kinds = st.one_of(
     st.builds(Leaving, worker_names),
     st.builds(Stopped, worker_names, small, small, st.booleans(), st.sampled_from(["", "reset"])),
     st.builds(Entered, worker_names, small, small),
+    st.builds(Unformed, worker_names, small, st.lists(worker_names, max_size=2).map(tuple), st.booleans()),
     st.builds(Failed, worker_names, st.just("no"), st.sampled_from([False, False, False, True])),
     st.builds(Finished, worker_names, st.booleans()),
     st.builds(ConnectionLost, worker_names, st.integers(1, 30)),
@@ -1150,7 +1152,8 @@ def test_within_its_grace_a_new_coordinator_evicts_only_on_proof(
     for event, _ in history:
         if isinstance(event, ProcessExited | AgentArrived | Failed | Finished | Leaving | Hindered | Interrupted):
             continue
-        if isinstance(event, Arrived) and not event.worker:
+        # A successor in its slot is proof.
+        if isinstance(event, Arrived) and event.worker not in names:
             continue
         world.now_s = min(104.9, world.now_s + 0.1)
         world.feed(event)

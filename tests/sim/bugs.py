@@ -15,12 +15,13 @@ from msgspec.structs import replace
 import pliant.core.eras
 import pliant.core.roster
 from pliant.control.client import Link
-from pliant.core import ledger, losses, regrouping
+from pliant.core import arrivals, formations, ledger, losses, reachability, regrouping, whereabouts
+from pliant.core.members import Member, with_standing, worker_of
 from pliant.core.regrouping import Entry
 from pliant.runtime.bounds import Bounds
 from pliant.runtime.eras import Eras
 from pliant.runtime.handing import HandingIn
-from pliant.runtime.place import EraBroken, Evicted
+from pliant.runtime.place import EraBroken, Evicted, Place
 from pliant.runtime.takeover import Takeover
 from pliant.runtime.update import Training
 from pliant.runtime.witness import Reporter
@@ -183,6 +184,51 @@ def forgotten_pledge() -> list[Patch]:
     return [(Link, "_pledge", lambda self, message: self._queue(message))]
 
 
+def failed_plan_breaks() -> list[Patch]:
+    """A plan whose group cannot be formed ends the era in force, and the newcomer is taken along for ever."""
+
+    def tell(self: Place, word: Any, error: Exception) -> None:
+        if word is self._planned:
+            raise EraBroken("the group of the plan could not be formed")
+
+    return [(Place, "_tell_unformed", tell)]
+
+
+def nobody_left_out() -> list[Patch]:
+    """Formations fail with the same members again and again."""
+    return [(formations, "sifted", lambda state, now_s: (state, ()))]
+
+
+def tried_at_once() -> list[Patch]:
+    """Who could not be reached is tried again without a pause."""
+    return [(reachability, "eligible", lambda known, slot, now_s: True), (reachability, "is_suspect", lambda *_: False)]
+
+
+def forgets_weights() -> list[Patch]:
+    """Who stops again before it was in an era says what its link tells: without the user's state it holds nothing."""
+    stop_again = Place._stop_again
+
+    def forgetful(self: Place, era: int, failed: str = "") -> None:
+        self._said = None
+        stop_again(self, era, failed)
+
+    return [(Place, "_stop_again", forgetful)]
+
+
+def link_knows_better() -> list[Patch]:
+    """What a link that has come back tells counts for more than what its worker said when it stopped."""
+    with_era_of = whereabouts.with_era_of
+
+    def believed(state: Any, worker: Any, era: int, exchange: int, active: bool | None, now_s: float) -> Any:
+        state = with_era_of(state, worker, era, exchange, active, now_s)
+        now = worker_of(state, worker.name)
+        if now is None or active is None or not isinstance(now.standing, Member):
+            return state
+        return with_standing(state, now, replace(now.standing, active=active))
+
+    return [(arrivals, "with_era_of", believed)]
+
+
 BUGS: dict[str, tuple[str, Callable[[], list[Patch]]]] = {
     "skip_void": ("kills", skip_void),
     "reuse_attempt": ("kills", reuse_attempt),
@@ -199,5 +245,10 @@ BUGS: dict[str, tuple[str, Callable[[], list[Patch]]]] = {
     "half_settled": ("kills", half_settled),
     "given_and_kept": ("kills", given_and_kept),
     "forgotten_pledge": ("lines", forgotten_pledge),
+    "failed_plan_breaks": ("walls", failed_plan_breaks),
+    "nobody_left_out": ("walls", nobody_left_out),
+    "tried_at_once": ("walls", tried_at_once),
+    "forgets_weights": ("lonely", forgets_weights),
+    "link_knows_better": ("lonely", link_knows_better),
 }
 """name → the scene in which it shows, the patch"""

@@ -45,6 +45,7 @@ from pliant.control.messages import (
     Signature,
     Stop,
     Stopped,
+    Unformed,
     Welcome,
     decode_from_coordinator,
     encode,
@@ -166,9 +167,14 @@ class Link:
         """Say that nothing more of ``era`` will be settled here."""
         self._pledge(Stopped(era=era, exchange=exchange, active=active, failed=failed, whole=whole))
 
+    def unformed(self, era: int, unreached: Sequence[str], *, connecting: bool = True) -> None:
+        """Say that the group of ``era`` could not be formed, and whose data ports could not be reached."""
+        self._pledge(Unformed(era=era, unreached=list(unreached), connecting=connecting))
+
     def entered(self, era: int, exchange: int) -> None:
         """Say that this worker is in ``era`` now."""
         self._pledges.pop("Stopped", None)
+        self._pledges.pop("Unformed", None)
         ready = self._pledges.pop("Ready", None)
         if isinstance(ready, Ready):
             self._offer = ready

@@ -23,6 +23,7 @@ from pliant.control.messages import (
     Push,
     Refuse,
     Stop,
+    Void,
     Welcome,
     Written,
 )
@@ -45,6 +46,8 @@ class Mailbox:
         self.broken_era = 0
         """every era up to this one is over"""
         self.broken_reason = ""
+        self.voided_era = 0
+        """planned eras up to this one do not come about"""
         self.written = 0
         """journal records that are on disk"""
         self.named: list[str] = []
@@ -85,8 +88,14 @@ class Mailbox:
                     self._forget_keys(message.attempt)
             case EraPlan(term=term, era=era):
                 # Told again after a reconnection it is the same plan.
-                if term >= self.term and era > self.broken_era and message != self.plan:
+                known = max(self.broken_era, self.voided_era)
+                if term >= self.term and era > known and message != self.plan:
                     self.plan = message
+            case Void(term=term, era=era):
+                if term >= self.term and era > self.voided_era:
+                    self.voided_era = era
+                    if self.plan is not None and self.plan.era <= era:
+                        self.plan = None
             case Broken(term=term, era=era, reason=reason):
                 if term >= self.term and era > self.broken_era:
                     self.broken_era, self.broken_reason, self.plan = era, reason, None

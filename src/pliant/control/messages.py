@@ -151,6 +151,16 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     """false: of an active one, the user's own state is still on its way to it"""
 
 
+class Unformed(msgspec.Struct, frozen=True, tag="unformed"):
+    """The group of ``era`` could not be formed here, and this worker has given it up for good."""
+
+    era: Count
+    unreached: Annotated[list[Name], msgspec.Meta(max_length=1000)] = []
+    """whose data ports could not be reached"""
+    connecting: bool = True
+    """it came so far as to connect: false where the coordinator was away, or somebody else never came"""
+
+
 class Entered(msgspec.Struct, frozen=True, tag="entered"):
     """The worker is in ``era`` now."""
 
@@ -267,6 +277,13 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
     reason: str
     attempt: int = 0
     roster: list[str] = []
+
+
+class Void(msgspec.Struct, frozen=True, tag="void"):
+    """The planned ``era`` will not come about: forget it, and go on."""
+
+    term: int
+    era: int
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -394,9 +411,9 @@ class Over(msgspec.Struct, frozen=True, tag="over"):
 
 
 FromWorker = Union[  # noqa: UP007 - msgspec reads it at run time
-    Hello, Ready, Put, Beat, Lines, Leaving, Stopped, Entered, Failed, Finished, Plan, Saved
+    Hello, Ready, Put, Beat, Lines, Leaving, Stopped, Unformed, Entered, Failed, Finished, Plan, Saved
 ]
-FromCoordinator = Union[Welcome, EraStart, EraPlan, Broken, Leave, Push, Written, Named, Refuse, Stop]  # noqa: UP007
+FromCoordinator = Union[Welcome, EraStart, EraPlan, Broken, Void, Leave, Push, Written, Named, Refuse, Stop]  # noqa: UP007
 FromAgent = Union[Enlist, Exited, Interrupted, Noticed]  # noqa: UP007
 ToAgent = Union[Enlisted, Start, Terminate, Kill, Note, StatusUpdate, Over, Refuse]  # noqa: UP007
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from pliant.core import endings, losses
+from pliant.core import endings, formations, losses, reachability
 from pliant.core.events import BreakEra, Effect, Note, PlanEra, SlotId, StartEra
 from pliant.core.members import (
     ATTEMPTS_PER_TERM,
@@ -70,7 +70,7 @@ LEAVE_WAIT_S = 30.0
 def moved(state: Roster, now_s: float) -> Step:
     """Everything about eras that follows from the present state."""
     effects: tuple[Effect, ...] = ()
-    for step in (_halted, _formed, _founded, _renewed, _planned):
+    for step in (formations.voided, _halted, _formed, _founded, _renewed, _planned):
         if not isinstance(state.stage, Gathering | Running | Finishing):
             break
         state, more = step(state, now_s)
@@ -119,7 +119,7 @@ def _formed(state: Roster, now_s: float) -> Step:
     match state.course:
         case Forming(start=start):
             if all(member.era >= start.era for _, member in members_of(state)):
-                state = replace(state, course=Steady(start.era, start.era))
+                state = formations.in_force(replace(state, course=Steady(start.era, start.era)))
         case Planned(plan=plan):
             there = {worker.name: member.era >= plan.era for worker, member in members_of(state)}
             # Who is gone was in it, and has come to its end: whoever is lost ends the era before this.
@@ -128,6 +128,7 @@ def _formed(state: Roster, now_s: float) -> Step:
                 for worker, _ in members_of(state):
                     if worker.name not in plan.roster:
                         state = with_standing(state, worker, Departing(now_s))
+                state = formations.in_force(state)
         case _:
             pass
     return state, ()
@@ -138,15 +139,19 @@ def _founded(state: Roster, now_s: float) -> Step:
     owner = owner_of(state)
     if not isinstance(state.stage, Gathering) or not isinstance(state.course, Idle) or owner is None:
         return state, ()
-    ready = [(w, w.standing) for w in state.workers if isinstance(w.standing, Waiting)]
+    out = {slot.name for slot in state.slots if not reachability.eligible(state.reach, slot.name, now_s)}
+    ready = [(w, w.standing) for w in state.workers if isinstance(w.standing, Waiting) and w.slot not in out]
     ready.sort(key=lambda entry: name_order(entry[0].slot))
     differs = difference([(worker.name, waiting.terms) for worker, waiting in ready])
     if differs is not None:
         return endings.stop(state, differs, now_s, status=1)
     expected = [
-        s
-        for s in kept(state)
-        if s.agent == owner.name and isinstance(s.process, Alive) and not (s.away is not None and s.away.left_out)
+        slot
+        for slot in kept(state)
+        if slot.agent == owner.name
+        and isinstance(slot.process, Alive)
+        and slot.name not in out
+        and not (slot.away is not None and slot.away.left_out)
     ]
     there = {worker.slot for worker, _ in ready if isinstance(worker.line, Connected)}
     if now_s < state.trusting_until_s or any(slot.name not in there for slot in expected):
@@ -165,6 +170,13 @@ def _renewed(state: Roster, now_s: float) -> Step:
     course = state.course
     if not isinstance(course, Halting) or any(member.stopped_s is None for _, member in members_of(state)):
         return state, ()
+    state, unreachable = formations.sifted(state, now_s)
+    state, effects = _renewed_with(state, course, now_s)
+    return state, (*unreachable, *effects)
+
+
+def _renewed_with(state: Roster, course: Halting, now_s: float) -> Step:
+    """The same, with everybody who can be reached."""
     present = list(members_of(state))
     active = [(worker, member) for worker, member in present if member.active]
     if not active and (state.settled > 0 or isinstance(state.stage, Finishing)):
@@ -175,7 +187,8 @@ def _renewed(state: Roster, now_s: float) -> Step:
     donor, exchange = _furthest(active) or (present[0][0], 0)
     if exchange <= state.started_at and now_s - course.since_s < _pause_s(state.fruitless):
         return state, ()
-    joining, notes, state = _joiners(state, len(present), now_s)
+    few = len(present) < state.rules.min_workers
+    joining, notes, state = _joiners(state, len(present), now_s, suspects=few)
     if len(present) + len(joining) < state.rules.min_workers and isinstance(state.stage, Running):
         return _too_few(state, course, len(present), notes)
     state, effects = _started(state, [*(w for w, _ in present), *joining], donor.name, exchange, now_s)
@@ -279,7 +292,7 @@ def _started(
         elif isinstance(member, Waiting):
             # In the first era everybody takes over the leader's state at once.
             active = founding or (resuming and worker.name == donor)
-            member = Member(member.address, now_s, active=active, progress_s=now_s)
+            member = Member(member.address, now_s, active=active, progress_s=now_s, terms=member.terms)
         state = with_standing(state, replace(worker, heard_s=now_s), member)
     state = _in_order(state, names)
     era, attempt = _numbers(state)
@@ -327,11 +340,11 @@ def _planned(state: Roster, now_s: float) -> Step:
     unsettled = any(not isinstance(w.line, Connected) or m.stopped_s is not None for w, m in present)
     if not isinstance(course, Steady) or not isinstance(state.stage, Running) or unsettled or not present:
         return state, ()
-    if now_s < state.trusting_until_s:
+    if now_s < max(state.trusting_until_s, state.reach.plan_again_s):
         return state, ()
     leaving = [worker for worker, member in present if member.leaving is not None]
     staying = [worker for worker, member in present if member.leaving is None]
-    joining, notes, state = _joiners(state, len(staying), now_s)
+    joining, notes, state = _joiners(state, len(staying), now_s, suspects=True)
     if not leaving and not joining:
         return state, notes
     if not staying and not joining:
@@ -343,7 +356,8 @@ def _planned(state: Roster, now_s: float) -> Step:
         return state, notes
     for worker in joining:
         assert isinstance(worker.standing, Waiting)
-        member = Member(worker.standing.address, now_s, active=False, progress_s=now_s)
+        waiting = worker.standing
+        member = Member(waiting.address, now_s, active=False, progress_s=now_s, terms=waiting.terms)
         state = with_standing(state, replace(worker, heard_s=now_s), member)
     roster = (*(worker.name for worker in staying), *(worker.name for worker in joining))
     to = (*(worker.name for worker, _ in present), *(worker.name for worker in joining))
@@ -388,7 +402,9 @@ def _is_coming(state: Roster, slot: Slot, now_s: float) -> bool:
     return not isinstance(worker.standing, Member)
 
 
-def _joiners(state: Roster, members: int, now_s: float) -> tuple[list[Worker], tuple[Effect, ...], Roster]:
+def _joiners(
+    state: Roster, members: int, now_s: float, *, suspects: bool
+) -> tuple[list[Worker], tuple[Effect, ...], Roster]:
     """Who can be taken in beside so many members; the others are told once that they have to wait."""
     if not isinstance(state.stage, Running):
         return [], (), state
@@ -400,6 +416,7 @@ def _joiners(state: Roster, members: int, now_s: float) -> tuple[list[Worker], t
         and now_s - worker.heard_s <= state.dead_after_s
         and _is_kept(state, worker)
     ]
+    ready = formations.joinable(state, ready, now_s, suspects=suspects)
     most = state.rules.max_workers
     room = len(ready) if most is None else max(0, most - members)
     notes: tuple[Effect, ...] = ()

@@ -102,6 +102,18 @@ class Stopped(msgspec.Struct, frozen=True):
     whole: bool = True
 
 
+class Unformed(msgspec.Struct, frozen=True):
+    """The worker could not form the group of ``era``, and has given it up.
+
+    ``unreached``: whose data ports it could not reach; ``connecting``: it came so far as to try.
+    """
+
+    worker: WorkerId
+    era: int
+    unreached: tuple[WorkerId, ...] = ()
+    connecting: bool = True
+
+
 class Entered(msgspec.Struct, frozen=True):
     """The worker is in ``era`` now."""
 
@@ -199,7 +211,7 @@ class Hindered(msgspec.Struct, frozen=True):
     reason: str
 
 
-OfWorker = Offered | Beaten | Leaving | Stopped | Entered | Failed | Finished | ConnectionLost
+OfWorker = Offered | Beaten | Leaving | Stopped | Unformed | Entered | Failed | Finished | ConnectionLost
 OfAgent = AgentLost | ProcessExited | Interrupted | Noticed
 Event = Arrived | AgentArrived | OfWorker | OfAgent | Scaled | Drained | Tick | Hindered
 
@@ -271,6 +283,13 @@ class BreakEra(msgspec.Struct, frozen=True):
     attempt: int = 0
     """under which their group may be formed beforehand; 0: nobody knows"""
     roster: tuple[WorkerId, ...] = ()
+
+
+class VoidPlan(msgspec.Struct, frozen=True):
+    """Tell ``to`` that the planned era will not come about; the present one goes on."""
+
+    era: int
+    to: tuple[WorkerId, ...]
 
 
 class AskToLeave(msgspec.Struct, frozen=True):
@@ -352,6 +371,6 @@ class Ended(msgspec.Struct, frozen=True):
     exit_status: int
 
 
-OnWorker = Admit | Refuse | Dismiss | Close | StartEra | PlanEra | BreakEra | AskToLeave | StopAll
+OnWorker = Admit | Refuse | Dismiss | Close | StartEra | PlanEra | BreakEra | VoidPlan | AskToLeave | StopAll
 OnAgent = Enroll | Start | Terminate | Kill | ReleaseAgent
 Effect = OnWorker | OnAgent | Finishes | Note | Ended

@@ -15,6 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from pliant.core.events import AgentArrived, AgentId, Effect, PlanEra, SlotId, StartEra
+from pliant.core.reachability import Reachability
 from pliant.core.terms import Terms
 from pliant.types import WorkerId
 
@@ -218,6 +219,8 @@ class Member(msgspec.Struct, frozen=True):
     """samples per second; 0: not known"""
     handoff_s: float = 0.0
     """how long it took to take the state over; 0: not known"""
+    terms: Terms | None = None
+    """of one that waited before: it may have to wait again"""
 
     @property
     def is_active(self) -> bool:
@@ -365,6 +368,8 @@ class Roster(msgspec.Struct, frozen=True):
     """eras started in a row without an exchange settled in between"""
     started_at: int = -1
     """``exchange`` of the last era that was started"""
+    reach: Reachability = Reachability()
+    """who cannot reach whom"""
     broken: str = ""
     """why the era cannot go on; empty: it can"""
     hearsay: bool = False

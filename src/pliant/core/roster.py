@@ -5,7 +5,7 @@ Holds     One event in, one new state and a list of effects out; no clock and no
           event is taken first, then everything that follows from the state and the time is judged, in one order.
 Source    ours; docs/protocol.md, docs/design/0007-elastic.md. The parts: ``arrivals`` (who may come in), ``losses``
           (who is lost), ``slots`` (which processes there are to be), ``eras`` (which era comes next),
-          ``whereabouts`` (where members are, as they say), ``endings``.
+          ``formations`` (eras that cannot be formed), ``whereabouts`` (where members are, as they say), ``endings``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from pliant.core import arrivals, endings, eras, losses, slots, whereabouts
+from pliant.core import arrivals, endings, eras, formations, losses, slots, whereabouts
 from pliant.core.endings import QUIET_EXIT, ending, shell_status
 from pliant.core.events import (
     AgentArrived,
@@ -44,6 +44,7 @@ from pliant.core.events import (
     Scaled,
     Stopped,
     Tick,
+    Unformed,
 )
 from pliant.core.members import (
     NAMES_PER_TERM,
@@ -218,6 +219,8 @@ def _heard(state: Roster, worker: Worker, event: OfWorker, now_s: float) -> Step
             return _leaving(state, worker, reason, now_s)
         case Stopped():
             return whereabouts.stopped(state, worker, event, now_s)
+        case Unformed():
+            return formations.unformed(state, worker, event, now_s)
         case Entered():
             return whereabouts.entered(state, worker, event, now_s)
         case Failed():

@@ -11,7 +11,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from pliant.core.eras import ERAS_UNKNOWN
-from pliant.core.events import AskToLeave, BreakEra, Effect, Entered, Note, Stopped
+from pliant.core.events import AskToLeave, BreakEra, Effect, Entered, Note, Stopped, VoidPlan
 from pliant.core.members import (
     Forming,
     Gathering,
@@ -67,7 +67,8 @@ def with_era_of(state: Roster, worker: Worker, era: int, exchange: int, active: 
         member,
         era=max(era, member.era),
         exchange=max(exchange, member.exchange),
-        active=member.active if active is None else active,
+        # What it said when it stopped counts: a link that has come back tells of the user's own state, too.
+        active=member.active if active is None or member.stopped_s is not None else active,
         progress_s=now_s,
     )
     state = with_standing(state, worker, member)
@@ -111,10 +112,15 @@ def redelivered(state: Roster, name: WorkerId) -> tuple[Effect, ...]:
     """What a worker must be told that may have missed it."""
     worker = worker_of(state, name)
     member = worker.standing if worker is not None else None
+    voided = state.reach.voided
+    if isinstance(member, Waiting) and voided > 0:
+        return (VoidPlan(voided, (name,)),)
     if not isinstance(member, Member):
         return ()
     effects: tuple[Effect, ...] = ()
     match state.course:
+        case Steady(era=era) if voided > era:
+            effects = (VoidPlan(voided, (name,)),)
         case Forming(start=start) if member.era < start.era:
             effects = (replace(start, to=(name,)),)
         case Planned(plan=plan) if member.era < plan.era and name in plan.to:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from pliant.core import journal, members
+from pliant.core import formations, journal, members
 from pliant.core.events import Note
 from pliant.runtime import translation
 from pliant.runtime.status import Status, Tally
@@ -70,7 +70,9 @@ class Bulletin:
         for slot in state.slots:
             worker = members.worker_in(state, slot.name)
             name = worker.name if worker is not None else translation.last_name(slot)
-            self.tally.describe(slot.name, name, translation.word(slot, worker), slot.restarts)
+            unreachable = worker is not None and formations.is_unreachable(state, worker)
+            word = translation.word(slot, worker, unreachable=unreachable)
+            self.tally.describe(slot.name, name, word, slot.restarts)
         match state.course:
             case members.Steady(era=era) | members.Planned(era=era):
                 status.era = max(status.era, era)

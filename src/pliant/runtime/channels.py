@@ -2,8 +2,8 @@
 
 Question  What is posted in the group of the present era, what comes back, and when is an earlier group let go?
 Holds     A failure of the members' connections is the end of the era, whatever the error: the coordinator finds out
-          who is lost. The group of a planned era that is over is kept until its last exchange is, for those who go
-          along have yet to learn that it was settled.
+          who is lost. What no group could do is an error of this worker. The group of a planned era that is over is
+          kept until its last exchange is, for those who go along have yet to learn that it was settled.
 Source    docs/protocol.md ("Following", "Planned change").
 """
 
@@ -20,16 +20,20 @@ from pliant.core import measures, tickets
 from pliant.core.measures import Appendix
 from pliant.core.tickets import Ticket
 from pliant.runtime.place import EraBroken
+from pliant.tensors import failures
 from pliant.worker.appendices import Appended
 
 Answer = TypeVar("Answer")
 
 
 def reached(ask: Callable[[], Answer], what: str = "the exchange with the other workers") -> Answer:
-    """Post something to the others, or read what they have posted. Raises ``EraBroken`` where that fails."""
+    """Post something to the others, or read what they have posted. Raises ``EraBroken`` where connections fail."""
     try:
         return ask()
     except RuntimeError as error:
+        own = failures.as_own(error)
+        if own is not None:
+            raise own from (None if own is error else error)
         raise EraBroken(f"{what} failed: {error}") from error
 
 

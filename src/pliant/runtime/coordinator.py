@@ -275,6 +275,8 @@ class Coordinator:
                 self._announce(effect)
             case events.Finishes(worker=worker):
                 self._write([journal.FinishingRecord(worker)])
+            case events.VoidPlan(era=era, to=to):
+                self._workers.send(messages.Void(self._state.term, era), to)
             case events.AskToLeave(worker=worker, reason=reason):
                 self._workers.send(messages.Leave(reason), (worker,))
             case events.StopAll(reason=reason):

@@ -182,7 +182,9 @@ class Crossing:
             except EraBroken as broken:
                 seat.channel.leave()
                 era = seat.era
-                self._stop(era, str(broken))
+                # One of a plan that was dropped waits, as before.
+                if not eras.place.is_void(era):
+                    self._stop(era, str(broken))
 
     def _enter(self, seat: Seat) -> None:
         """Agree with the others of a new era on where it begins."""

@@ -32,7 +32,7 @@ from pliant.control.tls import client_context
 from pliant.core import journal
 from pliant.core.endings import QUIET_EXIT
 from pliant.core.group import Policy, Standing, founded
-from pliant.errors import Drifted, Left, PliantError, RunEnded, Stopped, UsageError
+from pliant.errors import Drifted, Left, PliantError, RunEnded, Stopped, Unsupported, UsageError
 from pliant.runtime.environment import Job, current_job
 from pliant.runtime.eras import Eras
 from pliant.runtime.place import Forming, Place
@@ -167,7 +167,7 @@ def _depart(link: Link, error: BaseException) -> None:
         completed = isinstance(error, Stopped) and error.completed
         raise SystemExit(0 if completed else QUIET_EXIT) from None
     if isinstance(error, PliantError):
-        own = isinstance(error, Drifted)
+        own = isinstance(error, Drifted | Unsupported)
         link.fail(str(error), shown=False, fatal=not own, own=own)
         raise SystemExit(1) from None
     if isinstance(error, SystemExit) and not error.code:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -22,6 +22,7 @@ from pliant.control.client import Position
 from pliant.control.mailbox import Mailbox
 from pliant.control.messages import Broken, Call, EraPlan, EraStart, Signature
 from pliant.errors import PliantError
+from pliant.tensors.reach import Unconnected
 from pliant.types import WorkerId
 
 # A worker that waits for an era looks as often as one that waits for a sum.
@@ -32,6 +33,14 @@ _FORM_S = 30.0
 
 class EraBroken(Exception):
     """The era is over: somebody was lost, or the members' connections failed."""
+
+
+class _Unformed(Exception):
+    """A group could not be formed, and why."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Evicted(Exception):
@@ -53,6 +62,7 @@ class Link(Protocol):
     def tell_position(self) -> None: ...
     def saved(self, name: str, records: int, round_: int) -> None: ...
     def stopped(self, era: int, exchange: int, *, active: bool, whole: bool = True, failed: str = "") -> None: ...
+    def unformed(self, era: int, unreached: Sequence[str], *, connecting: bool = True) -> None: ...
     def entered(self, era: int, exchange: int) -> None: ...
     def plan(self, epochs: int | None, samples: int | None) -> None: ...
     def put(self, attempt: int, key: str, value: bytes) -> None: ...
@@ -157,9 +167,19 @@ class Place:
         self.look(era)
         if self._mailbox.start is not None and self._mailbox.start.era > era:
             raise EraBroken("another era has taken its place")
+        if self.is_void(era):
+            raise EraBroken("the planned era does not come about")
+
+    def is_void(self, era: int) -> bool:
+        """Whether ``era`` was planned, and does not come about."""
+        plan = self._mailbox.plan
+        return self._mailbox.voided_era >= era or (plan is not None and plan.era > era and self.link.position.era == 0)
 
     def prepared(self, era: int) -> tuple[int, int]:
-        """(term, era) of the planned era that this worker could switch to now; zeros if there is none."""
+        """(term, era) of the planned era that this worker could switch to now; zeros if there is none.
+
+        A plan whose group cannot be formed is told of and given up; the era in force goes on.
+        """
         plan = self._mailbox.plan
         if plan is not self._planned:
             if self._planned is not None:
@@ -171,10 +191,23 @@ class Place:
             return 0, 0
         if self._left_out:
             return self._planned.term, self._planned.era
-        assert self._forming is not None
-        if self._forming.failed:
-            raise EraBroken(f"the group of era {self._planned.era} could not be formed")
+        if self._forming is not None and self._forming.failed:
+            forming, self._forming = self._forming, None
+            self._tell_unformed(self._planned, _error_of(forming))
+        if self._forming is None:
+            # Given up for good: the others could not begin it without this worker's ticket.
+            return 0, 0
         return (self._planned.term, self._planned.era) if self._forming.over else (0, 0)
+
+    def _tell_unformed(self, word: EraPlan | EraStart, error: Exception) -> None:
+        """Say that the group of an era could not be formed, and whom this worker could not reach."""
+        if not isinstance(error, RuntimeError | TimeoutError | OSError):
+            raise error
+        connecting = isinstance(error, Unconnected)
+        if connecting or isinstance(word, EraPlan):
+            places = error.places if isinstance(error, Unconnected) else ()
+            unreached = [word.roster[place] for place in places]
+            self.link.unformed(word.era, unreached, connecting=connecting)
 
     def _begin(self, plan: EraPlan) -> None:
         self._left_out = self.me not in plan.roster
@@ -269,9 +302,15 @@ class Place:
             forming = self._begun(start) or self._formed_for(start)
             try:
                 channel = self._formed(forming, start.era)
+            except _Unformed as unformed:
+                era = start.era
+                self._tell_unformed(start, unformed.error)
+                # A plan that comes to nothing is replaced by the coordinator on its own.
+                if isinstance(start, EraStart):
+                    self._stop_again(start.era, "the group could not be formed")
+                continue
             except EraBroken:
                 era = start.era
-                # A plan that comes to nothing is replaced by the coordinator on its own.
                 if isinstance(start, EraStart):
                     self._stop_again(start.era, "the group could not be formed")
                 continue
@@ -330,7 +369,16 @@ class Place:
             return forming.result()
         except (RuntimeError, TimeoutError, OSError) as error:
             forming.abandon()
-            raise EraBroken(str(error)) from error
+            raise _Unformed(error) from error
         except (EraBroken, Evicted, PliantError):
             forming.abandon()
             raise
+
+
+def _error_of(forming: Forming) -> Exception:
+    """Why a group could not be formed."""
+    try:
+        forming.result()
+    except Exception as error:
+        return error
+    raise AssertionError("the group has been formed")

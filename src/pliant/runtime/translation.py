@@ -31,8 +31,8 @@ def last_name(slot: members.Slot) -> str:
     return slot.name if slot.names <= 1 else f"{slot.name}.{slot.names}"
 
 
-def word(slot: members.Slot, worker: members.Worker | None) -> str:
-    """What a slot's worker is doing, in one word."""
+def word(slot: members.Slot, worker: members.Worker | None, *, unreachable: bool = False) -> str:
+    """What a slot's worker is doing, in one word; ``unreachable``: no group can be formed with it."""
     if worker is not None:
         match worker.line, worker.standing:
             case members.Cut(), _:
@@ -42,7 +42,7 @@ def word(slot: members.Slot, worker: members.Worker | None) -> str:
             case _, (members.Member() | members.Departing()):
                 return "leaving"
             case _, (members.Greeted() | members.Waiting()):
-                return "waiting"
+                return "unreachable" if unreachable else "waiting"
     if slot.fate is members.Fate.FINISHED:
         return "finished"
     if slot.fate is members.Fate.LEFT:
@@ -97,6 +97,8 @@ def event(worker: WorkerId, message: messages.FromWorker, calls: Sequence[PhaseR
             return events.Leaving(worker, first_line(reason))
         case messages.Stopped(era=era, exchange=exchange, active=active, failed=failed, whole=whole):
             return events.Stopped(worker, era, exchange, active, first_line(failed), whole)
+        case messages.Unformed(era=era, unreached=unreached, connecting=connecting):
+            return events.Unformed(worker, era, tuple(WorkerId(name) for name in unreached), connecting)
         case messages.Entered(era=era, exchange=exchange):
             return events.Entered(worker, era, exchange)
         case messages.Failed(reason=reason, fatal=fatal, own=own):

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pliant.tensors import departure
+from pliant.tensors import departure, failures
+from pliant.tensors.reach import Doorbell, Unconnected, unreached
 from pliant.tensors.sockets import Wiring
 
 # Tickets wait for the slowest member, whose micro-batch may take minutes (compilation).
@@ -190,9 +191,13 @@ class Gloo:
         self._under_way: list[Summation] = []
         self._wiring = Wiring(address)
         try:
-            # gloo's own timeout is short: it must not begin before everybody is there.
-            _await_all(channel, attempt, place, members)
-            self._group: Any = _connected(Prefixed(channel, attempt), place, members, self._wiring.device)
+            with Doorbell(address, members) as doorbell:
+                # gloo's own timeout is short: it must not begin before everybody is there, and can be reached.
+                others = _everybody(channel, attempt, place, members, doorbell.address)
+                missing = unreached(others)
+                if missing:
+                    raise Unconnected("the data ports of other members cannot be reached", missing)
+                self._group: Any = _connected(Prefixed(channel, attempt), place, members, self._wiring.device)
         except BaseException:
             self._wiring.release()
             raise
@@ -287,11 +292,11 @@ class Gloo:
         return self._group
 
 
-def _await_all(channel: KeyValue, attempt: int, place: int, members: int) -> None:
-    channel.put(attempt, f"here/{place}", b"1")
-    for other in range(members):
-        if other != place:
-            channel.get(attempt, f"here/{other}", _FORMING_S)
+def _everybody(channel: KeyValue, attempt: int, place: int, members: int, address: bytes) -> dict[int, bytes]:
+    """Where the others can be reached, by their places; waits until all have said so."""
+    channel.put(attempt, f"here/{place}", address)
+    others = [other for other in range(members) if other != place]
+    return {other: channel.get(attempt, f"here/{other}", _FORMING_S) for other in others}
 
 
 def _connected(store: dist.Store, place: int, members: int, device: Any) -> Any:
@@ -303,7 +308,12 @@ def _connected(store: dist.Store, place: int, members: int, device: Any) -> Any:
     options._timeout = _CONNECTING if extensible else _HANDING_IN
     # One after another: a sum begins, and its time runs, when all tickets are in.
     options._threads = 1
-    group = gloo(store, place, members, options)
+    try:
+        group = gloo(store, place, members, options)
+    except Abandoned:
+        raise
+    except RuntimeError as error:
+        raise failures.as_own(error) or Unconnected(f"the members could not be connected: {error}") from error
     if extensible:
         group._set_default_timeout(_HANDING_IN)
     return group

@@ -10,9 +10,11 @@ Source    Facts about gloo in DESIGN ("measured on this kind of machine").
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pliant.tensors.reach import Unconnected
 from pliant.testing.line import VirtualLink
 from pliant.testing.numbers import POISON, PRIME, Flat
 from pliant.testing.virtual import Process, Timer, World
@@ -96,6 +98,8 @@ class Meeting:
         self._left = [False] * members
         self._fails: list[bool | None] = [None] * members
         """what becomes of a member's operations since somebody has gone: True: they fail, False: they hang"""
+        self._parted: frozenset[int] = frozenset()
+        """two members whose connection broke, while both live"""
 
     # -- forming
 
@@ -105,9 +109,16 @@ class Meeting:
         self.processes[forming.place] = forming.process
         if len(self.connecting) < self.members:
             return
+        barred = self._barred()
         for each in self.connecting.values():
-            if any(other.revoked or not other.process.alive for other in self.connecting.values()):
-                self.world.after(self.world.between(0.02, 1.0), lambda each=each: each.fail("a member has gone"))
+            unreached = tuple(whom for who, whom in barred if who == each.place)
+            if unreached:
+                self._fail_later(each, Unconnected("the data ports of other members cannot be reached", unreached))
+            elif barred:
+                # It waits for those who have given up: for longer than anybody else does.
+                self._fail_later(each, Unconnected("the members could not be connected"), 3.0)
+            elif any(other.revoked or not other.process.alive for other in self.connecting.values()):
+                self._fail_later(each, Unconnected("a member has gone"))
             else:
                 self.world.after(self.world.between(0.001, 0.01), lambda each=each: each.succeed(self))
 
@@ -116,7 +127,19 @@ class Meeting:
         self.depart(place, abruptly=True)
         for each in list(self.connecting.values()):
             if each.place != place and not each.over and self.world.chance(0.7):
-                self.world.after(self.world.between(0.02, 1.0), lambda each=each: each.fail("a member has gone"))
+                self._fail_later(each, Unconnected("a member has gone"))
+
+    def _fail_later(self, each: VirtualForming, error: Exception, least_s: float = 0.02) -> None:
+        self.world.after(self.world.between(least_s, least_s + 1.0), lambda: each.fail(error))
+
+    def _barred(self) -> list[tuple[int, int]]:
+        """By their places: who cannot open a connection to whom."""
+        pairs = itertools.permutations(range(self.members), 2)
+        return [(who, whom) for who, whom in pairs if self._is_barred(self.processes[who], self.processes[whom])]
+
+    def _is_barred(self, who: Process | None, whom: Process | None) -> bool:
+        assert who is not None and whom is not None
+        return who.walled == "out" or whom.walled == "in" or whom.name in who.parted
 
     # -- operating
 
@@ -128,7 +151,7 @@ class Meeting:
         if self._fails[place] and self.world.chance(0.3):
             raise RuntimeError("connection closed by peer")
         self._operations[place].append(operation)
-        if any(self._left):
+        if any(self._left) or self._parted:
             self._spoil(place)
         self._advance()
         return operation
@@ -149,7 +172,7 @@ class Meeting:
             if operation.kind == _SPREAD:
                 self._spread(place, operation)
         step = min(self._done)
-        if any(self._left) or any(done != step for done in self._done):
+        if self._parted or any(self._left) or any(done != step for done in self._done):
             return
         together = [operation for operation in current if operation is not None]
         if len(together) < self.members or any(operation.started for operation in together):
@@ -229,7 +252,7 @@ class Meeting:
         assert process is not None
         process.notice()
         self._advance()
-        if any(self._left):
+        if any(self._left) or self._parted:
             self._spoil(place)
 
     # -- going
@@ -264,7 +287,7 @@ class Meeting:
             return
         if operation.kind == _SPREAD:
             root = operation.root
-            if not self._left[root] or root == place:
+            if (not self._left[root] and self._parted != {root, place}) or root == place:
                 return
         operation.started = True
         if self._fails[place]:
@@ -274,6 +297,14 @@ class Meeting:
                     self._finish(place, operation, "connection reset by peer")
 
             operation.timer = self.world.after(self.world.between(0.001, 0.05), lambda: process.in_background(fail))
+
+    def part(self, one: int, other: int) -> None:
+        """The connection between two members breaks, and they see it; of the others who waits for them may not."""
+        self._parted = frozenset((one, other))
+        for place in range(self.members):
+            if self._fails[place] is None:
+                self._fails[place] = place in self._parted or self.world.chance(0.6)
+            self._spoil(place)
 
     def changed(self) -> None:
         """A member was paused, resumed, cut off or reached again."""
@@ -345,6 +376,12 @@ class Meetings:
             raise AssertionError(f"attempt {attempt} is formed with {meeting.members} and with {members} members")
         return meeting
 
+    def part(self, one: Process, other: Process) -> None:
+        """The connections between two processes break."""
+        for meeting in list(self._meetings.values()):
+            if one in meeting.processes and other in meeting.processes:
+                meeting.part(meeting.processes.index(one), meeting.processes.index(other))
+
     def watch(self, process: Process) -> None:
         """Tell the process's groups what becomes of it."""
 
@@ -374,7 +411,7 @@ class VirtualForming:
         self._members = members
         self._attempt = attempt
         self._link = link
-        self._error: str | None = None
+        self._error: Exception | None = None
         self._group: VirtualGroup | None = None
         self._meeting = meetings.of(attempt, members)
         if self._meeting.connecting.get(place) is not None:
@@ -382,7 +419,7 @@ class VirtualForming:
         self._connecting = False
         world = self.process.world
         world.note("forming", link.worker, attempt, f"{place} of {members}")
-        world.after(60.0, lambda: self.fail("timed out"))
+        world.after(60.0, lambda: self.fail(TimeoutError("timed out")))
         world.after(world.between(0.0001, 0.002), lambda: self.process.in_background(self._begin))
 
     def _begin(self) -> None:
@@ -391,7 +428,7 @@ class VirtualForming:
         try:
             self._link.put(self._attempt, f"here/{self.place}", b"1")
         except TimeoutError as error:
-            self.fail(str(error))
+            self.fail(error)
         self.look()
 
     def look(self) -> None:
@@ -404,7 +441,7 @@ class VirtualForming:
         except TimeoutError:
             return
         except Exception:
-            self.fail("the run is over")
+            self.fail(RuntimeError("the run is over"))
             return
         self._connecting = True
         self._meeting.connect(self)
@@ -414,10 +451,10 @@ class VirtualForming:
             return
         self.process.in_background(lambda: self._over(VirtualGroup(meeting, self.place, self.process)))
 
-    def fail(self, reason: str) -> None:
+    def fail(self, error: Exception) -> None:
         if self.over or not self.process.alive:
             return
-        self._error = reason
+        self._error = error
         self.process.in_background(lambda: self._over(None))
 
     def _over(self, group: VirtualGroup | None) -> None:
@@ -440,7 +477,7 @@ class VirtualForming:
         """The group, from now on the caller's."""
         group, self._group = self._group, None
         if group is None:
-            raise RuntimeError(self._error or "the group was abandoned or taken before")
+            raise self._error or RuntimeError("the group was abandoned or taken before")
         return group
 
     def abandon(self) -> None:
@@ -452,5 +489,5 @@ class VirtualForming:
         if group is not None:
             group.leave()
         elif not self.over:
-            self._error, self.over = "abandoned", True
+            self._error, self.over = RuntimeError("abandoned"), True
             self._meeting.given_up(self.place)

@@ -223,6 +223,35 @@ def _doze(simulation: Simulation, fault: Fault, about: str | None) -> None:
     simulation.host.sleep(fault.lasts_s)
 
 
+def _wall(simulation: Simulation, fault: Fault, about: str | None) -> None:
+    """Workers join whose data ports cannot be reached, or that can reach nobody's: for a while, or for ever."""
+    walled = simulation.world.random.choice(("in", "in", "out"))
+    before = len(simulation.launchers)
+    simulation.join(1 + fault.whom % 2, walled)
+    launcher = simulation.launchers[before]
+    if fault.lasts_s:
+
+        def open_up() -> None:
+            for process in launcher.processes.values():
+                process.walled = ""
+
+        simulation.world.after(fault.lasts_s, open_up)
+
+
+def _part(simulation: Simulation, fault: Fault, about: str | None) -> None:
+    """Two workers cannot reach each other's data, or one not the other's; the coordinator is reached by all."""
+    victim = _victim(simulation, fault, about)
+    others = [process for process in simulation.scripts if process.alive and victim and process is not victim[0]]
+    if victim is None or not others:
+        return
+    one, other = victim[0], simulation.world.random.choice(others)
+    simulation.world.note("parted", one.name, other.name)
+    simulation.meetings.part(one, other)
+    one.parted.add(other.name)
+    if simulation.world.chance(0.5):
+        other.parted.add(one.name)
+
+
 def _drift(simulation: Simulation, fault: Fault, about: str | None) -> None:
     """A bit flips in one worker's weights."""
     holding = [
@@ -265,5 +294,7 @@ _DOES: dict[str, Callable[[Simulation, Fault, str | None], None]] = {
     "crash": _crash,
     "doze": _doze,
     "drift": _drift,
+    "wall": _wall,
+    "part": _part,
 }
 KINDS = tuple(_DOES)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pliant.runtime.takeover import is_parameter
+from pliant.runtime.takeover import STATE, is_parameter
 from pliant.tensors.handoff import is_due
 from pliant.testing.virtual import Process, World
 
@@ -37,6 +37,8 @@ class Streams:
         """how much longer an answer with parameters takes at most"""
         self.late_heads = 0.0
         """how likely the head of an answer comes as late as the tensors behind it"""
+        self.state_s = 0.0
+        """how much longer the user's state takes than anything else"""
 
     def delay(self) -> float:
         part = self.world.random.random()
@@ -76,7 +78,7 @@ class VirtualDonor:
         if streams.world.chance(streams.breaks):
             streams.world.after(streams.delay(), lambda: request.recipient.fail("broke in the middle"))
             return
-        takes_s = streams.delay()
+        takes_s = streams.delay() + (streams.state_s if request.want == [STATE] else 0.0)
         if streams.parameters_s > 0.0 and any(map(is_parameter, request.want)):
             takes_s += streams.world.between(0.0, streams.parameters_s)
         late = streams.late_heads > 0.0 and streams.world.chance(streams.late_heads)
@@ -127,6 +129,8 @@ class VirtualRecipient:
 
     def request(self, era: int, as_of: int, want: Sequence[str]) -> None:
         """Ask for ``want`` as of an exchange or a later one; one request after another is under way."""
+        if list(want) == [STATE]:
+            self._streams.world.note("lacks state", self._process.name)
         self._asked.append(_Request(self, era, as_of, list(want)))
         self._next()
 

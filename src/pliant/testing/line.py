@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -139,10 +139,16 @@ class VirtualLink(Link):
     def stopped(self, era: int, exchange: int, *, active: bool, whole: bool = True, failed: str = "") -> None:
         self.stopped_era = max(self.stopped_era, era)
         self.process.world.note("stopped", self.worker, era, exchange, active, whole, failed[:40])
+        if active and not whole:
+            self.process.world.note("lacking", self.worker)
         super().stopped(era, exchange, active=active, whole=whole, failed=failed)
 
     def tell_position(self) -> None:
         self._queue(client.beat_of(self.position, self.process.world.now_s))
+
+    def unformed(self, era: int, unreached: Sequence[str], *, connecting: bool = True) -> None:
+        self.process.world.note("unformed", self.worker, era, *unreached)
+        super().unformed(era, unreached, connecting=connecting)
 
     def put(self, attempt: int, key: str, value: bytes) -> None:
         if self.process.alive:

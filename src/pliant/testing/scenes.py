@@ -38,6 +38,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "latecomers": ("join",),
     "drift": ("drift",),
     "drifting": ("drift", "drift", "drift", "join", "kill", "leave", "drain", "pause", "crash"),
+    "walls": ("wall", "wall", "wall", "part", "join", "kill", "leave", "drain"),
+    "lonely": ("join", "kill", "cut", "pause"),
     "evaluations": ("kill", "kill", "join", "leave", "drain", "pause", "cut"),
     "spares": ("kill", "kill", "join", "leave", "drain", "pause", "cut", "slow"),
     "saves": ("save", "save", "save", "hang", "kill", "join", "leave", "crash", "scale"),
@@ -125,6 +127,10 @@ def drawn(name: str, seed: int) -> Scene:
         return _rewinds(chance, scene)
     if name == "latecomers":
         return _latecomers(chance, scene)
+    if name == "walls":
+        return _walls(chance, scene)
+    if name == "lonely":
+        return _lonely(chance, scene)
     count = chance.choice((1, 1, 2, 2, 3, 4)) if kinds else 0
     if name == "spares":
         count = chance.choice((0, 0, count))
@@ -185,6 +191,48 @@ def _latecomers(chance: random.Random, scene: Scene) -> Scene:
         faults.append(Fault(what, at_s=3.0, occasion="restored", delay_s=chance.uniform(0.0, 0.3), lasts_s=lasts_s))
     every_s = chance.choice((0.05, 0.1, 0.3))
     return replace(scene, faults=tuple(faults), may_fail=True, checkpoint_every_s=every_s, nested=0)
+
+
+def _walls(chance: random.Random, scene: Scene) -> Scene:
+    """Newcomers that cannot be reached, or members that cannot reach each other; half the time nothing else."""
+    alone = chance.random() < 0.5
+    faults: list[Fault] = []
+    for _ in range(chance.choice((1, 1, 2))):
+        lasts_s = chance.choice((0.0, 0.0, 0.0, 1.0, 3.0))
+        # Not before the first era: there everybody is as new as they are.
+        nth = chance.randrange(4, 40)
+        faults.append(Fault("wall", at_s=3.0, occasion="settled", nth=nth, lasts_s=lasts_s, whom=chance.randrange(2)))
+    if not alone:
+        kinds = ("part", *NAMES["walls"][3:])
+        faults += [_fault(chance, chance.choice(kinds), scene) for _ in range(chance.choice((1, 1, 2)))]
+    scene = replace(scene, epochs=3, length=90, samples=None, dead_after_s=min(1.0, scene.dead_after_s))
+    if alone:
+        # Whatever else may end an era has scenes of its own.
+        scene = replace(scene, follows_updates=False, evaluates=0, nested=0, changes=0)
+    return replace(scene, faults=tuple(faults), unbroken=alone, may_fail=not alone)
+
+
+def _lonely(chance: random.Random, scene: Scene) -> Scene:
+    """All who have the user's state die while it is on its way to newcomers; then one of these, or its line breaks."""
+
+    def at(occasion: str, what: str, whom: int, most_s: float, nth: int = 1, lasts_s: float = 0.0) -> Fault:
+        delay_s = most_s * chance.random()
+        return Fault(what, at_s=3.0, occasion=occasion, nth=nth, delay_s=delay_s, lasts_s=lasts_s, whom=whom)
+
+    workers = chance.choice((1, 1, 2))
+    nth = chance.randrange(1, 5)
+    faults = [Fault("join", at_s=chance.uniform(0.1, 0.3), whom=1)]
+    if chance.random() < 0.5:
+        # The last one to answer lets the others wait.
+        faults.append(at("lacks state", "pause", workers + 1, 0.0, nth, lasts_s=chance.uniform(0.1, 0.4)))
+    faults += [at("lacks state", "kill", 0, 0.08, nth) for _ in range(workers)]
+    for _ in range(chance.choice((1, 2))):
+        what, whom = chance.choice((("kill", 1), ("kill", 0), ("cut", -1), ("cut", 1)))
+        faults.append(at("lacking", what, whom, 0.06))
+    scene = replace(scene, workers=workers, epochs=3, length=90, samples=None, state_s=chance.choice((0.3, 1.0)))
+    # A spare asks for the state with every update that the script follows: each would take as long.
+    scene = replace(scene, follows_updates=False, evaluates=0, nested=0, breaks=0.0)
+    return replace(scene, faults=tuple(faults), may_fail=True, dead_after_s=2.0)
 
 
 def _fault(chance: random.Random, what: str, scene: Scene) -> Fault:

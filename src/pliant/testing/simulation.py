@@ -48,6 +48,8 @@ from pliant.worker.hooks import Update
 _VERSION = "sim"
 # Beyond dead_after, until the next round is applied: DESIGN, invariant 6.
 _RECOVERY_S = 1.0
+# Two formations that fail, and a third one.
+_UNREACHABLE_S = 5.0
 
 
 class Scene(msgspec.Struct, frozen=True):
@@ -96,10 +98,14 @@ class Scene(msgspec.Struct, frozen=True):
     """how likely even the head of an answer takes its time"""
     parameter_bytes: int = 8
     """how large a parameter is said to be: large ones are not handed on all at once"""
+    state_s: float = 0.0
+    """what the user's state takes beyond that"""
     checkpoint_every_s: float | None = None
     damaged: float = 0.0
     """how likely a checkpoint is damaged"""
     limit_s: float = 60.0
+    unbroken: bool = False
+    """nothing happens but that newcomers cannot be reached: no era may be broken for that"""
     may_fail: bool = False
     """the run may end without having completed: everybody was lost or left"""
     faults: tuple[Any, ...] = ()
@@ -131,7 +137,7 @@ class Simulation:
         self.network = Network(world, scene.slowest_s)
         self.meetings = Meetings(world, scene.sum_s)
         self.streams = Streams(world, scene.stream_s)
-        self.streams.breaks = scene.stream_breaks
+        self.streams.breaks, self.streams.state_s = scene.stream_breaks, scene.state_s
         self.streams.parameters_s, self.streams.late_heads = scene.parameters_s, scene.late_heads
         self.disk = VirtualDisk(world, scene.damaged)
         charter = Charter("sim", "script.py", _VERSION, scene.workers, scene.dead_after_s, grace_s=1.0)
@@ -156,16 +162,19 @@ class Simulation:
         for fault in scene.faults:
             fault.plan(self)
 
-    def _launched(self, workers: int, *, owner: bool) -> Launcher:
-        launcher = Launcher(
-            self.world, self.network, self._start, workers=workers, owner=owner, host=self.host, grace_s=1.0
-        )
+    def _launched(self, workers: int, *, owner: bool, walled: str = "") -> Launcher:
+        def start(slot: str, pid: int, ended: Callable[[Process, int], None]) -> Process:
+            process = self._start(slot, pid, ended)
+            process.walled = walled
+            return process
+
+        launcher = Launcher(self.world, self.network, start, workers=workers, owner=owner, host=self.host, grace_s=1.0)
         launcher.signal = self._terminated  # type: ignore[method-assign]
         return launcher
 
-    def join(self, workers: int) -> None:
-        """Another launcher brings more workers."""
-        self.launchers.append(self._launched(workers, owner=False))
+    def join(self, workers: int, walled: str = "") -> None:
+        """Another launcher brings more workers; ``walled``: their data ports cannot be reached, or reach nobody's."""
+        self.launchers.append(self._launched(workers, owner=False, walled=walled))
 
     def _start(self, slot: str, pid: int, ended: Callable[[Process, int], None]) -> Process:
         number, self.started = self.started, self.started + 1
@@ -214,6 +223,8 @@ class Simulation:
             return
         since_s = max(self.checker.settled_s, self.quiet_s)
         patience_s = scene.dead_after_s + _RECOVERY_S + self._slack_s
+        if any(process.walled or process.parted for process in self.scripts):
+            patience_s += _UNREACHABLE_S
         expected = self.host.end is None and not self.checker.over and not self.pending and self.checker.holders
         if expected and world.now_s - since_s > patience_s:
             raise Violation(
@@ -253,6 +264,8 @@ class Simulation:
             self.checker.conclude(completed=end.completed)
             # A coordinator that dies while everybody says goodbye leaves nobody who knows that all went well.
             forgotten = self.checker.over and self.host.restarts > 0
+            if self.scene.unbroken and self.world.counts.get("stopped"):
+                raise Violation("an era was broken, and nothing was wrong but that a newcomer could not be reached")
             if not end.completed and not forgotten and not self._may_end(end.reason):
                 raise Violation(f"the run ended: {end.reason}")
         except BaseException as failure:

@@ -187,6 +187,10 @@ class Process:
         self.hung_until_s = 0.0
         self.unreachable = False
         """other processes' data does not get here, nor its own out"""
+        self.walled = ""
+        """``in``: nobody can open a connection to its data port; ``out``: it can open none to anybody's"""
+        self.parted: set[str] = set()
+        """processes to which it can open none, by their names"""
         self.ended: list[Callable[[int], None]] = []
         """called with the status when it has ended"""
         self.changed: list[Callable[[], None]] = []

@@ -31,7 +31,7 @@ PLAIN_EVERY_S = 5.0
 REDRAW_S = 0.1
 
 TRAINING = ("training", "finished")
-CHANGING = ("starting", "waiting", "restarting", "leaving")
+CHANGING = ("starting", "waiting", "unreachable", "restarting", "leaving")
 GONE = ("left", "failed", "ended")
 """The words of ``runtime.translation`` for what a worker is doing."""
 
