@@ -52,4 +52,19 @@ def _checkpoints(results: Results) -> list[Sheet]:
     return [Sheet(f"A checkpoint of {state:.0f} MB every 5 s", ("", "measured"), tuple(rows))]
 
 
-SHEETS = {"fuzz": _fuzz, "journal": _journal, "checkpoints": _checkpoints}
+def _coordinator(results: Results) -> list[Sheet]:
+    rows = [
+        (
+            trial.model,
+            f"{trial.figures['cpu_share']:.3f}",
+            f"{trial.figures['beat_us']:.0f}",
+            f"{trial.figures['formed_s']:.2f}",
+        )
+        for trial in results.trials
+        if trial.act == "heartbeats"
+    ]
+    columns = ("", "CPU s per s", "µs per heartbeat", "CPU s until the first era")
+    return [Sheet("The coordinator at 2 heartbeats per second and worker", columns, tuple(rows))]
+
+
+SHEETS = {"fuzz": _fuzz, "journal": _journal, "checkpoints": _checkpoints, "coordinator": _coordinator}

@@ -7,9 +7,11 @@ import errno
 import json
 import resource
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import pytest
@@ -21,6 +23,7 @@ from pliant.core import events, journal
 from pliant.runtime import service
 from pliant.runtime.charter import Charter
 from pliant.runtime.coordinator import Coordinator
+from pliant.runtime.formation import AT_ONCE
 from pliant.runtime.journaling import JournalFile, Numbered
 from pliant.runtime.service import serve
 
@@ -149,11 +152,69 @@ def test_keys_reach_the_members_of_the_attempt_and_whoever_comes_back() -> None:
     attempt = scene.wires["w0"].last(m.EraStart).attempt
     scene.say("w0", m.Put(attempt, "a", b"1"))
     scene.say("w0", m.Put(attempt - 1, "b", b"2"))
-    assert scene.wires["w1"].of(m.Push) == [m.Push(attempt, "a", b"1")] and not scene.wires["w0"].of(m.Push)
+    assert scene.wires["w1"].of(m.Push) == [m.Push(attempt, {"a": b"1"})] and not scene.wires["w0"].of(m.Push)
     scene.drop("w1")
     back = scene.hello("w1", worker="w1")
     assert [type(message) for message in back.sent[:3]] == [m.Welcome, m.EraStart, m.Push]
     assert back.last(m.Welcome).worker == "w1"
+
+
+def test_keys_of_a_large_group_travel_together() -> None:
+    n = AT_ONCE + 1
+    scene = Scene().started(n, enter=False)
+    attempt = scene.wires["w0"].last(m.EraStart).attempt
+    keys = {f"key {i}": b"%d" % i for i in range(n)}
+    for i in range(n - 1):
+        scene.say(f"w{i}", m.Put(attempt, f"key {i}", b"%d" % i))
+    assert not scene.wires["w0"].of(m.Push)
+    scene.wait(0.05)
+    scene.say(f"w{n - 1}", m.Put(attempt, f"key {n - 1}", b"%d" % (n - 1)))
+    scene.wait(0.05)
+    for i in range(n):
+        pushed = scene.wires[f"w{i}"].of(m.Push)
+        assert len(pushed) == 2 and {**pushed[0].keys, **pushed[1].keys} == keys
+    # A chain of keys does not wait for a tick once all have said theirs.
+    for i in range(n):
+        scene.say(f"w{i}", m.Put(attempt, f"second {i}", b""))
+    assert len(scene.wires["w0"].last(m.Push).keys) == n
+
+
+def _instructions(act: Callable[[], None]) -> int:
+    """How many bytecode instructions it takes."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_a_sign_of_life_costs_the_same_however_many_workers_there_are() -> None:
+    beats: dict[int, float] = {}
+    ticks: dict[int, float] = {}
+    for n in (10, 160):
+        scene = Scene().started(n)
+        scene.wait(0.05)
+
+        def beat(scene: Scene = scene, n: int = n) -> None:
+            for i in range(n):
+                scene.say(f"w{i}", m.Beat(1, 1, 2, usual_s=0.1, active=True))
+
+        beats[n] = _instructions(beat) / n
+        scene.now_s += 0.05
+        ticks[n] = _instructions(lambda scene=scene: scene.coordinator.handle(events.Tick(), scene.now_s)) / n
+    assert beats[160] <= 1.1 * beats[10]
+    # A tick looks at every worker a few times, not at every pair.
+    assert ticks[160] <= 1.5 * ticks[10]
 
 
 def test_a_killed_worker_is_replaced_and_the_others_go_on() -> None:

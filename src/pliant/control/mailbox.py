@@ -90,9 +90,9 @@ class Mailbox:
             case Broken(term=term, era=era, reason=reason):
                 if term >= self.term and era > self.broken_era:
                     self.broken_era, self.broken_reason, self.plan = era, reason, None
-            case Push(attempt=attempt, key=key, value=value):
+            case Push(attempt=attempt, keys=keys):
                 if attempt >= self._oldest_attempt:
-                    self._keys[attempt, key] = value
+                    self._keys.update({(attempt, key): value for key, value in keys.items()})
             case Written(count=count):
                 self.written = max(self.written, count)
             case Named(names=names):

@@ -251,11 +251,10 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
 
 
 class Push(msgspec.Struct, frozen=True, tag="push"):
-    """A key that a member of the attempt has put."""
+    """Keys that members of the attempt have put."""
 
     attempt: int
-    key: str
-    value: bytes
+    keys: dict[str, bytes]
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):

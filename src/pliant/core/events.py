@@ -184,9 +184,9 @@ class Hindered(msgspec.Struct, frozen=True):
     reason: str
 
 
-OfWorker = Offered | Beaten | Leaving | Stopped | Entered | Failed | Finished | ConnectionLost
+OfWorker = Offered | Leaving | Stopped | Entered | Failed | Finished | ConnectionLost
 OfAgent = AgentLost | ProcessExited | Interrupted | Noticed
-Event = Arrived | AgentArrived | OfWorker | OfAgent | Scaled | Drained | Tick | Hindered
+Event = Arrived | AgentArrived | Beaten | OfWorker | OfAgent | Scaled | Drained | Tick | Hindered
 
 
 # Effects on workers

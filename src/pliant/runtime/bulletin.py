@@ -67,8 +67,9 @@ class Bulletin:
     def describe(self, state: members.Roster) -> None:
         """What the roster's decisions have made of slots and eras."""
         status = self.current
+        present = {worker.slot: worker for worker in reversed(state.workers)}
         for slot in state.slots:
-            worker = members.worker_in(state, slot.name)
+            worker = present.get(slot.name)
             name = worker.name if worker is not None else translation.last_name(slot)
             self.tally.describe(slot.name, name, translation.word(slot, worker), slot.restarts)
         match state.course:

@@ -58,6 +58,8 @@ class Coordinator:
         self._ending: tuple[events.Ended, float] | None = None
         """the end that waits for the journal, and until when"""
         self._shown_s = now_s
+        self._beats: list[tuple[events.Beaten, float]] = []
+        """signs of life since the last event: they are taken together with the next one, a tick at the latest"""
         if records is None:
             self._state = roster.gathered(charter.rules, term, charter.dead_after_s, now_s)
             self._write([charter.record(started_unix_s)])
@@ -85,12 +87,13 @@ class Coordinator:
 
     def handle(self, event: events.Event, now_s: float) -> None:
         """Take one event and carry out what follows from it."""
-        self._state, effects = roster.advance(self._state, event, now_s)
+        # In their order: a sign of life says nothing against what was said after it.
+        beats, self._beats = self._beats, []
+        self._state, effects = roster.advance(roster.heard(self._state, beats), event, now_s)
         for effect in effects:
             self._carry_out(effect, now_s)
-        if effects or isinstance(event, events.Tick):
-            self._bulletin.describe(self._state)
         if isinstance(event, events.Tick):
+            self._formation.flush()
             self._note(self._recorder.flush(now_s), now_s)
             self._name_checkpoints()
             if self._ending is not None:
@@ -170,6 +173,7 @@ class Coordinator:
 
     def status(self) -> bytes:
         """The run's status as JSON."""
+        self._bulletin.describe(self._state)
         return self._bulletin.status()
 
     def happenings(self) -> bytes:
@@ -178,11 +182,13 @@ class Coordinator:
 
     def figures(self) -> Mapping[str, float]:
         """The run's numbers for its metrics."""
+        self._bulletin.describe(self._state)
         return self._bulletin.figures()
 
     @property
     def current(self) -> Status:
         """The run's status; the same object until the run goes back to a checkpoint."""
+        self._bulletin.describe(self._state)
         return self._bulletin.current
 
     @property
@@ -217,6 +223,8 @@ class Coordinator:
                 self._name_checkpoints()
             case messages.Hello():
                 pass
+            case messages.Beat():
+                self._beats.append((translation.beat(worker, message), now_s))
             case _:
                 self.handle(translation.event(worker, message, self._bulletin.tally.calls), now_s)
 
@@ -233,7 +241,7 @@ class Coordinator:
         self._name_checkpoints()
 
     def _write(self, records: list[journal.Record]) -> None:
-        if self.current.ended is not None or not records:
+        if self._bulletin.current.ended is not None or not records:
             return
         now_s = self._clock()
         self._note(self._recorder.write(records, now_s), now_s)
@@ -387,7 +395,6 @@ class Coordinator:
             )
         self._recorder.close()
         self.end, self._ending = end, None
-        self._bulletin.describe(self._state)
         for peer in self._agents.introduced():
             self._send_over(peer, end)
 

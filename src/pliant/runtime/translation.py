@@ -86,9 +86,6 @@ def event(worker: WorkerId, message: messages.FromWorker, calls: Sequence[PhaseR
     match message:
         case messages.Ready():
             return _offer(worker, message, calls)
-        case messages.Beat():
-            m = message
-            return events.Beaten(worker, m.round, m.progress, m.waiting, m.usual_s, m.active, m.era)
         case messages.Leaving(reason=reason):
             return events.Leaving(worker, first_line(reason))
         case messages.Stopped(era=era, exchange=exchange, active=active, failed=failed, whole=whole):
@@ -99,10 +96,17 @@ def event(worker: WorkerId, message: messages.FromWorker, calls: Sequence[PhaseR
             return events.Failed(worker, first_line(reason) or "no reason given", fatal, own)
         case messages.Finished(left=left):
             return events.Finished(worker, left)
-        case messages.Hello() | messages.Put() | messages.Lines() | messages.Plan() | messages.Saved():
+        case (
+            messages.Hello() | messages.Put() | messages.Lines() | messages.Plan() | messages.Saved() | messages.Beat()
+        ):
             raise AssertionError("not an event of the roster")
         case _:
             assert_never(message)
+
+
+def beat(worker: WorkerId, m: messages.Beat) -> events.Beaten:
+    """A sign of life."""
+    return events.Beaten(worker, m.round, m.progress, m.waiting, m.usual_s, m.active, m.era)
 
 
 def _offer(worker: WorkerId, ready: messages.Ready, calls: Sequence[PhaseRecord]) -> events.Offered:
