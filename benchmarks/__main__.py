@@ -187,7 +187,10 @@ def _saved(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, fr
 
 def _coordinated(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
     facts = machine()
-    trials = coordinating.measure(coordinating.QUICK_S if arguments.quick else coordinating.FULL_S, say)
+    trials = (
+        *coordinating.measure(coordinating.QUICK_S if arguments.quick else coordinating.FULL_S, say),
+        coordinating.succeed(coordinating.QUICK_ROUNDS if arguments.quick else coordinating.FULL_ROUNDS, say),
+    )
     asked = frozenset(name for trial in trials for name in (trial.system, trial.model, trial.act))
     return Results("coordinator", arguments.quick, facts, trials=trials), asked
 

@@ -64,7 +64,20 @@ def _coordinator(results: Results) -> list[Sheet]:
         if trial.act == "heartbeats"
     ]
     columns = ("", "CPU s per s", "µs per heartbeat", "CPU s until the first era")
-    return [Sheet("The coordinator at 2 heartbeats per second and worker", columns, tuple(rows))]
+    sheets = [Sheet("The coordinator at 2 heartbeats per second and worker", columns, tuple(rows))]
+    for trial in results.trials:
+        if trial.act == "succession":
+            found = trial.figures
+            facts = (
+                ("journal", f"{found['journal_mb']:,.0f} MB"),
+                ("memory grown over the last nine tenths", f"{found['grown_mb']:.0f} MB"),
+                ("a new coordinator has read", f"{found['read_mb']:.2f} MB"),
+                ("and can serve after", f"{found['serves_s']:.2f} s"),
+                ("without the state file", f"{found['whole_s']:.0f} s"),
+                ("memory at most", f"{found['resident_mb']:.0f} MB"),
+            )
+            sheets.append(Sheet(f"After {found['rounds']:,.0f} rounds of {trial.model}", ("", "measured"), facts))
+    return sheets
 
 
 SHEETS = {"fuzz": _fuzz, "journal": _journal, "checkpoints": _checkpoints, "coordinator": _coordinator}

@@ -14,10 +14,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from pliant.control.messages import (
+    Again,
     Broken,
     EraPlan,
     EraStart,
     FromCoordinator,
+    Hold,
     Leave,
     Named,
     Push,
@@ -93,6 +95,9 @@ class Mailbox:
             case Push(attempt=attempt, keys=keys):
                 if attempt >= self._oldest_attempt:
                     self._keys.update({(attempt, key): value for key, value in keys.items()})
+            case Again() | Hold():
+                # The link's own.
+                pass
             case Written(count=count):
                 self.written = max(self.written, count)
             case Named(names=names):

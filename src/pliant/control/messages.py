@@ -263,6 +263,16 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
     count: int
 
 
+class Again(msgspec.Struct, frozen=True, tag="again"):
+    """The coordinator lacks journal records from this number on: whoever keeps them sends them once more."""
+
+    first: int
+
+
+class Hold(msgspec.Struct, frozen=True, tag="hold"):
+    """A coordinator that takes a lost one's place still reads the journal: wait for its answer."""
+
+
 class Named(msgspec.Struct, frozen=True, tag="named"):
     """The checkpoints that exist, newest first; older ones may be removed."""
 
@@ -370,9 +380,11 @@ class Over(msgspec.Struct, frozen=True, tag="over"):
 FromWorker = Union[  # noqa: UP007 - msgspec reads it at run time
     Hello, Ready, Put, Beat, Lines, Leaving, Stopped, Entered, Failed, Finished, Plan, Saved
 ]
-FromCoordinator = Union[Welcome, EraStart, EraPlan, Broken, Leave, Push, Written, Named, Refuse, Stop]  # noqa: UP007
+FromCoordinator = Union[  # noqa: UP007
+    Welcome, EraStart, EraPlan, Broken, Leave, Push, Written, Again, Hold, Named, Refuse, Stop
+]
 FromAgent = Union[Enlist, Exited, Interrupted, Noticed]  # noqa: UP007
-ToAgent = Union[Enlisted, Start, Terminate, Kill, Note, StatusUpdate, Over, Refuse]  # noqa: UP007
+ToAgent = Union[Enlisted, Start, Terminate, Kill, Note, StatusUpdate, Over, Refuse, Hold]  # noqa: UP007
 
 _from_worker = msgspec.msgpack.Decoder(FromWorker)
 _from_coordinator = msgspec.msgpack.Decoder(FromCoordinator)

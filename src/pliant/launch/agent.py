@@ -24,6 +24,7 @@ from pliant.control.messages import (
     Enlist,
     Enlisted,
     Exited,
+    Hold,
     Interrupted,
     Kill,
     Note,
@@ -248,7 +249,7 @@ class Agent:
                 with contextlib.suppress(msgspec.DecodeError):
                     self.status = msgspec.json.decode(status, type=Status)
                     self._ui.progress(self.status)
-            case Enlisted():
+            case Enlisted() | Hold():
                 pass
             case Refuse(reason=reason):
                 return Over(reason, completed=False, exit_status=1)

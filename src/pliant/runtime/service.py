@@ -20,11 +20,13 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pliant.control.app import application
 from pliant.control.gate import Gate
 from pliant.control.port import Server
+from pliant.coordinator.antechamber import Antechamber
 from pliant.core import events
 from pliant.errors import UsageError
 from pliant.runtime.charter import Charter
@@ -39,6 +41,9 @@ FAREWELL_S = 1.0
 
 WRITE_AGAIN_S = 0.5
 """How often a coordinator that takes a lost one's place tries a disk that is full."""
+
+HOLD_EVERY_S = 1.0
+"""How often whoever has to wait is told so: it would give up otherwise."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """What may pass: somebody makes room."""
@@ -63,14 +68,16 @@ async def serve(
     ``rewind``: everybody was lost, its launcher included, and it goes on from its last checkpoint.
     """
     with _locked(directory), contextlib.ExitStack() as stack:
-        coordinator, journal_file = await _begun(charter, directory, resume, repeat, rewind)
-        stack.callback(journal_file.close)
         gate = Gate(_logged)
-        server = Server(application(coordinator, token, gate), gate, tls)
+        hall = Antechamber()
+        server = Server(application(hall, token, gate), gate, tls)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         terminated = asyncio.Event()
         with _signals(terminated):
             try:
+                coordinator, journal_file = await _begun(charter, directory, resume, repeat, rewind, hall.hold)
+                stack.callback(journal_file.close)
+                hall.lead_on(coordinator)
                 return await _followed(coordinator, server, serving, terminated, on_ready)
             finally:
                 server.should_exit = True
@@ -78,13 +85,25 @@ async def serve(
 
 
 async def _begun(
-    charter: Charter, directory: Path, resume: bool, repeat: bool, rewind: bool
+    charter: Charter,
+    directory: Path,
+    resume: bool,
+    repeat: bool,
+    rewind: bool,
+    hold: Callable[[], None] = lambda: None,
 ) -> tuple[Coordinator, JournalFile]:
-    """The coordinator; one that takes a lost one's place waits for a disk that is full: the workers train meanwhile."""
+    """The coordinator; one that takes a lost one's place waits for a disk that is full: the workers train meanwhile.
+
+    ``hold`` is called while whoever comes has to wait.
+    """
     told = False
     while True:
+        # Reading a long journal takes its time; whoever comes is answered meanwhile.
+        beginning = asyncio.ensure_future(asyncio.to_thread(_coordinator, charter, directory, resume, repeat, rewind))
         try:
-            return _coordinator(charter, directory, resume, repeat, rewind)
+            while not (await asyncio.wait([beginning], timeout=HOLD_EVERY_S))[0]:
+                hold()
+            return beginning.result()
         except OSError as error:
             if not resume or error.errno not in NO_ROOM:
                 raise
@@ -93,28 +112,42 @@ async def _begun(
                     print(f"cannot write to {directory}: {error.strerror}; waiting", file=sys.stderr, flush=True)
                 told = True
             await asyncio.sleep(WRITE_AGAIN_S)
+            hold()
 
 
 def _coordinator(
     charter: Charter, directory: Path, resume: bool, repeat: bool, rewind: bool = False
 ) -> tuple[Coordinator, JournalFile]:
     path = directory / JOURNAL
+    disk = Background()
     if not resume:
-        journal_file = JournalFile(path)
+        journal_file = JournalFile(path, run=disk)
         term = _raised_term(directory)
         return Coordinator(charter, journal_file, time.monotonic, time.time(), term=term), journal_file
     if not path.exists() or path.stat().st_size == 0:
         # The lost one had not even begun.
         path.unlink(missing_ok=True)
         return _coordinator(charter, directory, resume=False, repeat=False)
-    journal_file, records = JournalFile.reopened(path, ended=repeat)
+    journal_file, account = JournalFile.reopened(path, ended=repeat, run=disk)
     try:
         term = _raised_term(directory)
     except OSError:
         journal_file.close()
         raise
-    coordinator = Coordinator.resumed(charter, journal_file, records, term, time.monotonic, time.time(), rewind=rewind)
+    coordinator = Coordinator.resumed(charter, journal_file, account, term, time.monotonic, time.time(), rewind=rewind)
     return coordinator, journal_file
+
+
+class Background:
+    """Does what waits for the disk in one thread, in order, so that nobody is kept waiting by a slow one."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+
+    def __call__(self, work: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "pliant-disk")
+        self._thread.submit(work)
 
 
 async def _followed(

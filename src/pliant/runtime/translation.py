@@ -12,8 +12,9 @@ from typing import assert_never
 
 from pliant.control import messages
 from pliant.core import events, members
-from pliant.core.journal import DriftLine, PhaseRecord, RoundRecord
+from pliant.core.journal import DriftLine, RoundRecord
 from pliant.core.terms import Terms
+from pliant.runtime.status import MadeCall
 from pliant.types import WorkerId
 
 TEXT_LENGTH = 2000
@@ -81,7 +82,7 @@ def drifted(drift: DriftLine, roster: Sequence[str]) -> list[tuple[str, str]]:
     ]
 
 
-def event(worker: WorkerId, message: messages.FromWorker, calls: Sequence[PhaseRecord]) -> events.OfWorker:
+def event(worker: WorkerId, message: messages.FromWorker, calls: Sequence[MadeCall]) -> events.OfWorker:
     """What a member says about itself; ``calls`` are those that the group has made."""
     match message:
         case messages.Ready():
@@ -109,7 +110,7 @@ def beat(worker: WorkerId, m: messages.Beat) -> events.Beaten:
     return events.Beaten(worker, m.round, m.progress, m.waiting, m.usual_s, m.active, m.era)
 
 
-def _offer(worker: WorkerId, ready: messages.Ready, calls: Sequence[PhaseRecord]) -> events.Offered:
+def _offer(worker: WorkerId, ready: messages.Ready, calls: Sequence[MadeCall]) -> events.Offered:
     try:
         dead_after_s = float(ready.signature.settings["dead_after"])
     except (KeyError, ValueError):
