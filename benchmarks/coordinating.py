@@ -62,6 +62,9 @@ class _Journal:
 
     def keep(self, content: bytes) -> None: ...
 
+    def mend(self) -> bool:
+        return False
+
     def close(self) -> None: ...
 
 
@@ -126,9 +129,7 @@ def _round(number: int) -> bytes:
         journal.TicketLine([(8 * i, 8 * i + 8)], 1, 8, 8.0, 0.123456, 0.001234, 0.012345, 0.001, 4.321, 1.54321, 1.0, 0)
         for i in range(WORKERS)
     ]
-    return journal.encode(
-        journal.RoundRecord(1, number, 1, 64, 64.0, 1.0, 0.1, 0.5, True, 64 * number, tickets)  # fmt: skip
-    )
+    return journal.encode(journal.RoundRecord(1, number, 1, 64, 64.0, 1.0, 0.1, 0.5, True, 64 * number, tickets))
 
 
 def _resident_mb() -> float:
@@ -150,7 +151,10 @@ def succeed(count: int, say: Say) -> Trial:
             lines = [_round(number) for number in range(start, min(start + PER_TICK, count + 1))]
             crowd.coordinator.received(crowd.wires[0], messages.Lines(written, lines))
             written += len(lines)
-            crowd.live(TICK_S)
+            for wire in crowd.wires:
+                crowd.beat(wire)
+            crowd.now_s += TICK_S
+            crowd.coordinator.handle(events.Tick(), crowd.now_s)
             if start * 10 <= count:
                 began_mb = _resident_mb()
         grown_mb = _resident_mb() - began_mb

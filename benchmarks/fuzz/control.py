@@ -92,6 +92,9 @@ class _Journal:
 
     def keep(self, content: bytes) -> None: ...
 
+    def mend(self) -> bool:
+        return False
+
     def close(self) -> None: ...
 
 

@@ -145,10 +145,11 @@ class JournalSurface:
             coordinator.handle(events.Tick(), now_s)
         msgspec.json.decode(coordinator.status(), type=Status)
         before = file.place.lines
+        file_records = list(file.since(journal.BEGINNING))
         file.append([journal.EndRecord("over", False)])
         file.close()
         again = list(journal.read(self._file.read_bytes().splitlines(keepends=True)))
-        if again[:before] != records or len(again) < before + 1:
+        if again[:before] != list(file_records) or len(again) < before + 1:
             raise AssertionError("what was appended does not go on from what was read")
         return True
 

@@ -96,7 +96,8 @@ class Account:
             case journal.RewindRecord():
                 self.rewinds += 1
             case journal.GapRecord():
-                self.missing += self.written - before
+                # Where nobody knows how many: at least one.
+                self.missing += max(1, self.written - before)
             case _:
                 pass
 

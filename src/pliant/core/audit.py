@@ -220,6 +220,8 @@ class _Auditor:
     def _proved(self) -> str:
         """How far, in words."""
         upto = f"up to round {self._round}"
+        if self._gap is not None and self._gap.next <= self._gap.first:
+            return f"{upto}: what followed is missing ({self._gap.reason})"
         if self._gap is not None:
             return f"{upto}: records {self._gap.first} to {self._gap.next - 1} of the workers are missing after it"
         if self._end is None:

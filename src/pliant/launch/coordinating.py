@@ -28,14 +28,14 @@ from pliant.runtime.service import serve
 
 
 def main() -> None:
-    """The entry point: run directory, descriptor of the socket, ``start``, ``resume`` or ``rewind``."""
-    directory, descriptor, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    """The entry point: run directory, descriptor of the socket, ``start``, ``resume`` or ``rewind``, the last term."""
+    directory, descriptor, how, term = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     # Signals are the launcher's: it ends this process when the run is over.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
         with socket.socket(fileno=descriptor) as listener:
-            coordinate(directory, listener, resume=how != "start", rewind=how == "rewind", repeat=True)
+            coordinate(directory, listener, resume=how != "start", rewind=how == "rewind", repeat=True, term=term)
     except PliantError as error:
         print(error, file=sys.stderr)
         sys.exit(REFUSED_EXIT)
@@ -50,17 +50,28 @@ def coordinate(
     repeat: bool = False,
     on_ready: Callable[[], None] | None = None,
     trust: Trust | None = None,
+    term: int = 0,
 ) -> None:
     """Serve the run in ``directory`` until it is over; ``repeat``: if it was over already, say so to who asks.
 
-    ``rewind``: nobody of it lives, and it goes on from its last checkpoint.
+    ``rewind``: nobody of it lives, and it goes on from its last checkpoint. ``term``: of the last coordinator that the
+    launcher has heard; 0: of none.
     """
     charter = _charter(directory)
     access = run_directory.access(directory)
     # Not inherited like the socket: a certificate that was renewed meanwhile is taken by the next coordinator.
     tls = served(trust or run_directory.trust_in(directory), access.address.rpartition(":")[0])
     serving = serve(
-        charter, directory, listener, access.token, resume, rewind=rewind, repeat=repeat, on_ready=on_ready, tls=tls
+        charter,
+        directory,
+        listener,
+        access.token,
+        resume,
+        rewind=rewind,
+        repeat=repeat,
+        on_ready=on_ready,
+        tls=tls,
+        least_term=term,
     )
     asyncio.run(serving)
 

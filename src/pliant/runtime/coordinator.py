@@ -33,6 +33,9 @@ STATUS_EVERY_S = 0.2
 KEEP_EVERY_S = 5.0
 """How often the state file is written: so much of the journal a new coordinator has to read."""
 
+KEEP_BYTES = 1 << 20
+"""Nor more than about this much of a fast run's."""
+
 KEEP_SHARE = 100.0
 """It is written less often where that takes long: a script may have made a hundred thousand calls."""
 
@@ -40,6 +43,9 @@ GAP_PATIENCE_S = 10.0
 """Beyond ``dead_after``: then nobody is left who may still send what is missing."""
 
 INCOMPLETE = "the journal is incomplete"
+
+INCOMPLETE_EXIT = 4
+"""Exit status of a run that went well, but whose journal does not prove it: a part of it was lost."""
 
 END_PATIENCE_S = 60.0
 """How long a run that is over waits for its journal to be whole."""
@@ -78,6 +84,7 @@ class Coordinator:
         """signs of life since the last event: they are taken together with the next one, a tick at the latest"""
         self._kept_s, self._keeping_s = now_s - KEEP_EVERY_S, 0.0
         """when the state file was written, and how long that took"""
+        self._kept_size = 0
         if account is None:
             self._state = roster.gathered(charter.rules, term, charter.dead_after_s, now_s)
             self._write([charter.record(started_unix_s)])
@@ -117,10 +124,12 @@ class Coordinator:
         if isinstance(event, events.Tick):
             self._formation.flush()
             self._note(self._recorder.flush(now_s), now_s)
+            if self.end is None:
+                self._note(self._recorder.mend(now_s), now_s)
             self._recorder.sync(now_s)
             self._mind_the_gap(now_s)
             self._name_checkpoints(now_s)
-            if self.end is None and now_s - self._kept_s >= max(KEEP_EVERY_S, KEEP_SHARE * self._keeping_s):
+            if self.end is None and self._is_to_be_kept(now_s):
                 self._keep(now_s)
             if self._ending is not None:
                 self._end_if_written(*self._ending, now_s)
@@ -308,6 +317,11 @@ class Coordinator:
             self._note(events.Note("journal", text), now_s)
             self._write(found)
 
+    def _is_to_be_kept(self, now_s: float) -> bool:
+        since_s = now_s - self._kept_s
+        grown = self._recorder.place.size - self._kept_size
+        return since_s >= KEEP_SHARE * self._keeping_s and (since_s >= KEEP_EVERY_S or grown >= KEEP_BYTES)
+
     def _keep(self, now_s: float) -> None:
         """Write down what a coordinator that takes this one's place needs."""
         if not self._recorder.is_whole:
@@ -316,7 +330,7 @@ class Coordinator:
         place = self._recorder.place
         self._account.bookmark(place)
         self._recorder.keep(state_file.encoded(self._account.saved(place)))
-        self._kept_s, self._keeping_s = now_s, self._clock() - began_s
+        self._kept_s, self._kept_size, self._keeping_s = now_s, place.size, self._clock() - began_s
 
     # effects
 
@@ -425,6 +439,10 @@ class Coordinator:
             self._agents.send_all(messages.Note(text))
 
     def _end(self, end: events.Ended) -> None:
+        # What is not there by now does not come.
+        self._write(self._recorder.missing(self._clock(), 0.0))
+        if self._account.missing:
+            end = events.Ended(f"{end.reason}, but {INCOMPLETE}", end.completed, end.exit_status or INCOMPLETE_EXIT)
         status = self._bulletin.current
         self._write(
             [journal.EndRecord(end.reason, end.completed, end.exit_status, status.rounds, status.samples_total)]
@@ -438,9 +456,8 @@ class Coordinator:
             if now_s < until_s:
                 self._ending = end, until_s
                 return
-            end = events.Ended(
-                f"{end.reason}; its journal could not be written to the end", False, end.exit_status or 1
-            )
+            reason = f"{end.reason}; its journal could not be written to the end"
+            end = events.Ended(reason, False, end.exit_status or INCOMPLETE_EXIT)
         self._recorder.sync_now()
         self._keep(now_s)
         self._recorder.close()

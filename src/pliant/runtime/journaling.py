@@ -10,7 +10,9 @@ Source    ours; docs/design/0003-journal.md, docs/design/0007-elastic.md, docs/d
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -48,6 +50,8 @@ class JournalFile:
         """behind what is written"""
         self.was_read = 0
         """bytes of it that were read to begin"""
+        self.mended: Callable[[], None] = lambda: None
+        """what else is to be made again with the directory"""
 
     @classmethod
     def reopened(
@@ -60,6 +64,7 @@ class JournalFile:
         reopened = cls.__new__(cls)
         reopened._path, reopened._state, reopened._run = path, state or StateFile(path.with_name(STATE)), run
         reopened.place, reopened.was_read = BEGINNING, 0
+        reopened.mended = lambda: None
         account = reopened._accounted()
         if reopened.place.lines == 0:
             raise JournalError(f"{path} is empty: there is nothing to resume")
@@ -69,6 +74,14 @@ class JournalFile:
         reopened._file.truncate(reopened.place.size)
         reopened._file.seek(reopened.place.size)
         return reopened, account
+
+    @classmethod
+    def looked_at(cls, path: Path) -> Account:
+        """What a journal comes to, that somebody else may be writing."""
+        looking = cls.__new__(cls)
+        looking._path, looking._state = path, StateFile(path.with_name(STATE))
+        looking.place, looking.was_read = BEGINNING, 0
+        return looking._accounted()
 
     def _accounted(self) -> Account:
         """What the journal comes to: from the state file on, or from the beginning."""
@@ -148,6 +161,30 @@ class JournalFile:
                 self._state.write(content)
 
         self._run(work)
+
+    def mend(self) -> bool:
+        """Make the file again, whole, where somebody has removed it; whether that was so. ``OSError``: it cannot be."""
+        if self._path.exists():
+            return False
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self._path.with_name(f"{self._path.name}.new")
+        # What was removed can be read as long as it is open.
+        file = fresh.open("w+b", buffering=0)
+        try:
+            self._file.seek(0)
+            shutil.copyfileobj(self._file, file)
+            if file.tell() != self.place.size:
+                raise OSError(errno.EIO, "what was removed cannot be read any more")
+            os.fsync(file.fileno())
+            fresh.replace(self._path)
+        except OSError:
+            file.close()
+            self._file.seek(self.place.size)
+            raise
+        old, self._file = self._file, file
+        self._run(old.close)
+        self.mended()
+        return True
 
     def close(self) -> None:
         """Nothing can be appended any more."""

@@ -23,6 +23,9 @@ from pliant.runtime.journaling import Numbered
 SYNC_EVERY_S = 1.0
 """How often the disk is made to keep what it has taken: members have to keep a second of records more."""
 
+LOOK_EVERY_S = 1.0
+"""How often it is looked whether the journal is still where it was."""
+
 AGAIN_AFTER_S = 2.0
 """A gap that lasts so long is asked for: whoever sends may have been told too much by a lost coordinator."""
 
@@ -45,6 +48,7 @@ class Journal(Protocol):
     def since(self, place: Place) -> Iterator[journal.Record]: ...
     def sync(self, done: Callable[[bool], None], *, wait: bool = False) -> None: ...
     def keep(self, content: bytes) -> None: ...
+    def mend(self) -> bool: ...
     def close(self) -> None: ...
 
 
@@ -58,6 +62,7 @@ class Recorder:
         """records of the workers that survive a power cut: a lost coordinator may not have waited for that"""
         self._syncing = False
         self._synced_s = now_s - SYNC_EVERY_S
+        self._looked_s = now_s
         self._gap_since_s: float | None = None
         self._asked = False
         self._refused = False
@@ -105,7 +110,8 @@ class Recorder:
     def missing(self, now_s: float, patience_s: float) -> list[journal.Record]:
         """That records are missing which nobody has sent for so long, and what follows them."""
         first, before = self._lines.first_early, self._lines.written
-        if first is None or self._gap_since_s is None or now_s - self._gap_since_s < patience_s:
+        since_s = now_s if self._gap_since_s is None else self._gap_since_s
+        if first is None or now_s - since_s < patience_s:
             return []
         due = self._lines.pass_over(first)
         return [journal.GapRecord(before, first, "no worker has them any more"), *due]
@@ -158,6 +164,21 @@ class Recorder:
 
     def _synced(self, count: int) -> None:
         self._durable, self._syncing = max(self._durable, count), False
+
+    def mend(self, now_s: float) -> Note | None:
+        """Look, now and then, whether somebody has removed the journal, and make it again; what is to be said."""
+        if now_s - self._looked_s < LOOK_EVERY_S:
+            return None
+        self._looked_s = now_s
+        try:
+            if not self._journal.mend():
+                return None
+        except OSError as error:
+            if now_s - self._complained_s < COMPLAINS_EVERY_S:
+                return None
+            self._complained_s = now_s
+            return Note("journal", f"the run directory was lost, and cannot be made again: {error.strerror}")
+        return Note("journal", "the run directory was lost; it is made again, and nothing is missing in the journal")
 
     @property
     def place(self) -> Place:

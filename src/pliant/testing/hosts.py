@@ -70,6 +70,9 @@ class _Journal(JournalFile):
     def keep(self, content: bytes) -> None:
         self._state.write(content)
 
+    def mend(self) -> bool:
+        return False
+
 
 class _File(io.RawIOBase):
     """Unbuffered."""
