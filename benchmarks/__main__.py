@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import checkpointing, harvest, journaling, overhead, report
+from benchmarks import checkpointing, coordinating, harvest, journaling, overhead, report
 from benchmarks.chaos import schedule as chaos
 from benchmarks.convergence import plot
 from benchmarks.convergence import schedule as convergence
@@ -185,6 +185,16 @@ def _saved(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, fr
     return Results("checkpoints", arguments.quick, facts, trials=trials), frozenset({"pliant", "large", "checkpoints"})
 
 
+def _coordinated(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
+    facts = machine()
+    trials = (
+        *coordinating.measure(coordinating.QUICK_S if arguments.quick else coordinating.FULL_S, say),
+        coordinating.succeed(coordinating.QUICK_ROUNDS if arguments.quick else coordinating.FULL_ROUNDS, say),
+    )
+    asked = frozenset(name for trial in trials for name in (trial.system, trial.model, trial.act))
+    return Results("coordinator", arguments.quick, facts, trials=trials), asked
+
+
 def _one_thread() -> Machine:
     """A stack of seeds is too small to share among threads, and two of these may run side by side."""
     import torch
@@ -206,6 +216,7 @@ MEASURES = {
     "fuzz": _fuzzed,
     "journal": _journaled,
     "checkpoints": _saved,
+    "coordinator": _coordinated,
 }
 
 

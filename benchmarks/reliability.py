@@ -66,4 +66,32 @@ def _pauses(found: Mapping[str, float]) -> list[tuple[str, str]]:
     ]
 
 
-SHEETS = {"fuzz": _fuzz, "journal": _journal, "checkpoints": _checkpoints}
+def _coordinator(results: Results) -> list[Sheet]:
+    rows = [
+        (
+            trial.model,
+            f"{trial.figures['cpu_share']:.3f}",
+            f"{trial.figures['beat_us']:.0f}",
+            f"{trial.figures['formed_s']:.2f}",
+        )
+        for trial in results.trials
+        if trial.act == "heartbeats"
+    ]
+    columns = ("", "CPU s per s", "µs per heartbeat", "CPU s until the first era")
+    sheets = [Sheet("The coordinator at 2 heartbeats per second and worker", columns, tuple(rows))]
+    for trial in results.trials:
+        if trial.act == "succession":
+            found = trial.figures
+            facts = (
+                ("journal", f"{found['journal_mb']:,.0f} MB"),
+                ("memory grown over the last nine tenths", f"{found['grown_mb']:.0f} MB"),
+                ("a new coordinator has read", f"{found['read_mb']:.2f} MB"),
+                ("and can serve after", f"{found['serves_s']:.2f} s"),
+                ("without the state file", f"{found['whole_s']:.0f} s"),
+                ("memory at most", f"{found['resident_mb']:.0f} MB"),
+            )
+            sheets.append(Sheet(f"After {found['rounds']:,.0f} rounds of {trial.model}", ("", "measured"), facts))
+    return sheets
+
+
+SHEETS = {"fuzz": _fuzz, "journal": _journal, "checkpoints": _checkpoints, "coordinator": _coordinator}

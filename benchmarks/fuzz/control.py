@@ -11,7 +11,7 @@ Source    ours; docs/reliability.md.
 import gc
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from types import FunctionType, ModuleType
 from typing import Any
@@ -80,8 +80,20 @@ class _Journal:
     def lines(self) -> int:
         return len(self._records)
 
-    def records(self) -> list[journal.Record]:
-        return self._records
+    @property
+    def place(self) -> journal.Place:
+        return journal.Place(lines=self.lines)
+
+    def since(self, place: journal.Place) -> Iterator[journal.Record]:
+        yield from self._records[place.lines :]
+
+    def sync(self, done: Callable[[bool], None], *, wait: bool = False) -> None:
+        done(True)
+
+    def keep(self, content: bytes) -> None: ...
+
+    def mend(self) -> bool:
+        return False
 
     def close(self) -> None: ...
 

@@ -135,20 +135,21 @@ class JournalSurface:
         torn = bent(chance, chance.choice(self._journals), self._journals)
         self._file.write_bytes(torn if chance.random() < 0.3 else self._forged(chance))
         try:
-            file, records = JournalFile.reopened(self._file)
+            file, account = JournalFile.reopened(self._file)
         except (JournalError, UsageError):
             return False
         now_s = 100.0
-        coordinator = Coordinator.resumed(Charter("sim", "x", "0.1.0"), file, records, 2, lambda: now_s, 1e9)
+        coordinator = Coordinator.resumed(Charter("sim", "x", "0.1.0"), file, account, 2, lambda: now_s, 1e9)
         for _ in range(3):
             now_s += 0.5
             coordinator.handle(events.Tick(), now_s)
         msgspec.json.decode(coordinator.status(), type=Status)
-        before = len(records)
+        before = file.place.lines
+        file_records = list(file.since(journal.BEGINNING))
         file.append([journal.EndRecord("over", False)])
         file.close()
         again = list(journal.read(self._file.read_bytes().splitlines(keepends=True)))
-        if again[:before] != records or len(again) < before + 1:
+        if again[:before] != list(file_records) or len(again) < before + 1:
             raise AssertionError("what was appended does not go on from what was read")
         return True
 

@@ -7,9 +7,11 @@ import errno
 import json
 import resource
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import pytest
@@ -17,10 +19,12 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from pliant import proof
 from pliant.control import messages as m
+from pliant.coordinator.account import account_of
 from pliant.core import events, journal
 from pliant.runtime import service
 from pliant.runtime.charter import Charter
 from pliant.runtime.coordinator import Coordinator
+from pliant.runtime.formation import AT_ONCE
 from pliant.runtime.journaling import JournalFile, Numbered
 from pliant.runtime.service import serve
 
@@ -58,8 +62,20 @@ class Records(list[journal.Record]):
     def append(self, records: list[journal.Record]) -> None:  # type: ignore[override]
         self.extend(records)
 
-    def records(self) -> list[journal.Record]:
-        return list(self)
+    @property
+    def place(self) -> journal.Place:
+        return journal.Place(lines=len(self))
+
+    def since(self, place: journal.Place) -> Iterator[journal.Record]:
+        yield from self[place.lines :]
+
+    def sync(self, done: Callable[[bool], None], *, wait: bool = False) -> None:
+        done(True)
+
+    def keep(self, content: bytes) -> None: ...
+
+    def mend(self) -> bool:
+        return False
 
     def close(self) -> None: ...
 
@@ -149,11 +165,69 @@ def test_keys_reach_the_members_of_the_attempt_and_whoever_comes_back() -> None:
     attempt = scene.wires["w0"].last(m.EraStart).attempt
     scene.say("w0", m.Put(attempt, "a", b"1"))
     scene.say("w0", m.Put(attempt - 1, "b", b"2"))
-    assert scene.wires["w1"].of(m.Push) == [m.Push(attempt, "a", b"1")] and not scene.wires["w0"].of(m.Push)
+    assert scene.wires["w1"].of(m.Push) == [m.Push(attempt, {"a": b"1"})] and not scene.wires["w0"].of(m.Push)
     scene.drop("w1")
     back = scene.hello("w1", worker="w1")
     assert [type(message) for message in back.sent[:3]] == [m.Welcome, m.EraStart, m.Push]
     assert back.last(m.Welcome).worker == "w1"
+
+
+def test_keys_of_a_large_group_travel_together() -> None:
+    n = AT_ONCE + 1
+    scene = Scene().started(n, enter=False)
+    attempt = scene.wires["w0"].last(m.EraStart).attempt
+    keys = {f"key {i}": b"%d" % i for i in range(n)}
+    for i in range(n - 1):
+        scene.say(f"w{i}", m.Put(attempt, f"key {i}", b"%d" % i))
+    assert not scene.wires["w0"].of(m.Push)
+    scene.wait(0.05)
+    scene.say(f"w{n - 1}", m.Put(attempt, f"key {n - 1}", b"%d" % (n - 1)))
+    scene.wait(0.05)
+    for i in range(n):
+        pushed = scene.wires[f"w{i}"].of(m.Push)
+        assert len(pushed) == 2 and {**pushed[0].keys, **pushed[1].keys} == keys
+    # A chain of keys does not wait for a tick once all have said theirs.
+    for i in range(n):
+        scene.say(f"w{i}", m.Put(attempt, f"second {i}", b""))
+    assert len(scene.wires["w0"].last(m.Push).keys) == n
+
+
+def _instructions(act: Callable[[], None]) -> int:
+    """How many bytecode instructions it takes."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_a_sign_of_life_costs_the_same_however_many_workers_there_are() -> None:
+    beats: dict[int, float] = {}
+    ticks: dict[int, float] = {}
+    for n in (10, 160):
+        scene = Scene().started(n)
+        scene.wait(0.05)
+
+        def beat(scene: Scene = scene, n: int = n) -> None:
+            for i in range(n):
+                scene.say(f"w{i}", m.Beat(1, 1, 2, usual_s=0.1, active=True))
+
+        beats[n] = _instructions(beat) / n
+        scene.now_s += 0.05
+        ticks[n] = _instructions(lambda scene=scene: scene.coordinator.handle(events.Tick(), scene.now_s)) / n
+    assert beats[160] <= 1.1 * beats[10]
+    # A tick looks at every worker a few times, not at every pair.
+    assert ticks[160] <= 1.5 * ticks[10]
 
 
 def test_a_killed_worker_is_replaced_and_the_others_go_on() -> None:
@@ -232,6 +306,8 @@ def test_a_newcomer_is_told_what_is_past_and_another_dataset_is_refused() -> Non
         phase(4, "train", 40),
     ]
     scene.say("w0", m.Lines(0, [journal.encode(record) for record in records]))
+    # What a worker may forget survives a power cut.
+    scene.wait(1.0, ("w0",))
     joined = scene.enlist(2, owner=False)
     assert joined.last(m.Enlisted).slots == ["w1", "w2"]
     welcome = scene.hello("w1").last(m.Welcome)
@@ -273,7 +349,7 @@ def test_scaling_down_takes_the_last_and_never_the_leader() -> None:
 def resumed(records: Records, **charter: Any) -> Scene:
     scene = Scene(records=Records())
     rules = Charter(**{"job": "job", "script": "train.py", "version": "0.1.0", **charter})
-    scene.coordinator = Coordinator.resumed(rules, scene.journal, records, 2, lambda: scene.now_s, 1e9)
+    scene.coordinator = Coordinator.resumed(rules, scene.journal, account_of(records), 2, lambda: scene.now_s, 1e9)
     return scene
 
 
@@ -348,8 +424,8 @@ def test_a_journal_is_reopened_without_its_torn_line(tmp_path: Path) -> None:
     file.close()
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"kind":"phase_end","pha')
-    file, records = JournalFile.reopened(path)
-    assert len(records) == 2 and path.read_bytes() == whole
+    file, account = JournalFile.reopened(path)
+    assert file.place.lines == 2 and account.written == 1 and path.read_bytes() == whole
     file.append([journal.EndRecord("finished", True)])
     file.close()
     with path.open("rb") as lines:
@@ -374,7 +450,7 @@ def test_a_line_that_the_disk_takes_in_part_is_written_whole_later(tmp_path: Pat
     file.append(lines)
     file.close()
     with path.open("rb") as text:
-        assert list(journal.read(text))[1:] == lines
+        assert [type(record) for record in journal.read(text)][1:] == [type(line) for line in lines]
 
 
 class Full(Records):
@@ -420,7 +496,7 @@ def test_a_run_that_is_over_waits_for_its_journal(room: bool) -> None:
     disk.full = not room
     scene.wait(60.0)
     over = scene.agent.last(m.Over)
-    assert over.completed is room and over.exit_status == (0 if room else 1)
+    assert over.completed is room and over.exit_status == (0 if room else 4)
     assert isinstance(disk[-1], journal.EndRecord) is room
 
 
@@ -432,10 +508,10 @@ def test_a_coordinator_waits_for_room_to_take_a_lost_ones_place(
     before.close()
     raised, full = service._raised_term, [True, True, False]
 
-    def on_a_full_disk(directory: Path) -> int:
+    def on_a_full_disk(directory: Path, least: int) -> int:
         if full.pop(0):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return raised(directory)
+        return raised(directory, least)
 
     monkeypatch.setattr(service, "_raised_term", on_a_full_disk)
     monkeypatch.setattr(service, "WRITE_AGAIN_S", 0.01)
@@ -451,7 +527,7 @@ def test_a_run_that_is_finishing_is_not_begun_again_by_the_next_coordinator() ->
     scene.say("w1", m.Finished())
     assert isinstance(scene.journal[-1], journal.FinishingRecord)
     clock_s = [200.0]
-    follower = Coordinator.resumed(CHARTER, scene.journal, list(scene.journal), 2, lambda: clock_s[0], 1e9)
+    follower = Coordinator.resumed(CHARTER, scene.journal, account_of(list(scene.journal)), 2, lambda: clock_s[0], 1e9)
     after = Scene(follower, scene.journal)
     after.enlist(0, name="a0", slots=("w0", "w1"))
     after.exit("w1", 0)
@@ -474,6 +550,7 @@ def test_what_is_past_is_told_for_certain_after_a_run_has_gone_back() -> None:
     second = [phase(2, "evaluate", 8), journal.PhaseEndRecord(2, [], 0.5)]
     scene.say("w0", lines(0, journal.EraRecord(1, ["w0"]), *first[:1]))
     scene.say("w0", m.Saved("c1", 2, 0))
+    scene.wait(0.05, ("w0",))
     scene.say("w0", lines(2, *first[1:], *second))
     assert [past.task for past in scene.coordinator._bulletin.tally.past] == ["train", "evaluate"]
     scene.exit("w0", -9)

@@ -344,3 +344,54 @@ def cpu_seconds(rounds: int, workers: int = 4, share: int = 8) -> float:
 def test_the_audit_of_a_long_journal_costs_in_proportion_to_its_length() -> None:
     """A ratio in one run: sixteen times the rounds cost about sixteen times as much, far from the square."""
     assert cpu_seconds(16_000) < 64 * cpu_seconds(1_000)
+
+
+# The end is proved by the record that closes the journal.
+
+
+def closed(records: list[Record], **fields: object) -> list[bytes]:
+    """The journal as a coordinator writes it."""
+    place, lines = journal.BEGINNING, list[bytes]()
+    for record in records:
+        if isinstance(record, EndRecord):
+            known = audit(records[:-1], replay=False).summary
+            record = changed(record, **{"rounds": known["rounds"], "samples": known["samples"], **fields})
+            assert isinstance(record, EndRecord)
+            record = journal.closing(record, place)
+        text, _ = journal.line(journal.encode(record), place.chain)
+        place = place.after(text)
+        lines.append(text)
+    return lines
+
+
+def test_a_closed_journal_is_proved_to_its_end() -> None:
+    report = audit(journal.read(closed(example())))
+    assert report.problems == [] and report.end_proved and report.summary["proved"] == "to the end"
+
+
+def test_what_was_not_closed_is_proved_up_to_a_round() -> None:
+    lines = closed(example())
+    report = audit(journal.read(lines[:-1]))
+    last = max(record.round for record in example() if isinstance(record, RoundRecord))
+    assert report.problems == [] and not report.end_proved
+    assert report.summary["proved"].startswith(f"up to round {last}: the journal was not closed")
+    old = audit(journal.read(on_disk()))
+    assert old.problems == [] and not old.end_proved and "older Pliant" in old.summary["proved"]
+
+
+def test_a_closing_record_of_another_journal_is_found() -> None:
+    lines = closed(example())
+    end = journal.decode(lines[-1])
+    shorter = closed([*example()[:-4]])
+    chain = journal.Place().after(shorter[-1]).chain
+    moved, _ = journal.line(journal.encode(end), chain)
+    with pytest.raises(JournalError, match="closes a journal of other lines"):
+        list(journal.read([*shorter, moved]))
+    assert found(audit(journal.read(closed(example(), rounds=1))), "the journal was closed with 1 rounds")
+
+
+def test_after_a_gap_nothing_is_proved() -> None:
+    number = at(RoundRecord, 2)
+    gap = journal.GapRecord(number, number + 3, "lost")
+    report = audit(journal.read(closed([*example()[:number], gap, *example()[number + 3 :]])))
+    assert report.problems == [] and not report.end_proved and "are missing" in report.summary["proved"]

@@ -21,7 +21,9 @@ ALLOWED = {
     **dict.fromkeys(SIBLINGS, BOTTOM),
     # The worker's side of runtime is moving here.
     "worker": BOTTOM | SIBLINGS | {"runtime"},
-    "runtime": BOTTOM | SIBLINGS | {"worker"},
+    "runtime": BOTTOM | SIBLINGS | {"worker", "coordinator"},
+    # So is the coordinator's.
+    "coordinator": BOTTOM | {"core", "control", "runtime"},
     **dict.fromkeys(USER_SIDE, BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker"}),
     # The package itself hands out the user side's names: in a worker at once, else on first use.
     "pliant": BOTTOM | USER_SIDE | {"runtime", "worker"},

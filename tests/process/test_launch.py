@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -489,3 +490,83 @@ def test_bad_input_costs_one_line(launch: Launcher, words: tuple[str, ...], stat
 def test_neither_launcher_nor_coordinator_imports_torch(module: str) -> None:
     code = f"import sys, pliant.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+STEADY = """
+link = joined()
+era = trained(link)
+print("in era", era.era, flush=True)
+while not os.path.exists("go on"):
+    time.sleep(0.05)
+link.finish(left=False)
+"""
+
+
+def test_the_end_of_a_journal_is_proved_and_told_after_the_run(launch: Launcher) -> None:
+    run = launch(STEADY)
+    run.until("in era", 2)
+    (run.directory / "go on").touch()
+    assert run.wait() == 0, run.output
+    path = run.directory / "job" / "journal.jsonl"
+    whole = path.read_bytes()
+    audit = launch.command("audit", "job", "--json")
+    assert audit.wait() == 0, audit.output
+    assert json.loads(audit.lines[-1])["proved"] == "to the end"
+    status = launch.command("status", "--dir", "job")
+    assert status.wait() == 0 and "finished" in status.output
+    events = launch.command("events", "--dir", "job")
+    assert events.wait() == 0 and "era 1: w0, w1" in events.output
+    # Its end is cut off: the state file knows better. Without that file nobody does, and it is said how far it goes.
+    lines = whole.splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]))
+    cut = launch.command("audit", "job")
+    assert cut.wait() == 1 and "its end was cut off" in cut.output
+    records_left = [journal.decode(line) for line in lines[:-2]]
+    end = journal.decode(lines[-1])
+    assert isinstance(end, journal.EndRecord)
+    file = path.with_name("forged.jsonl")
+    place = journal.BEGINNING
+    with file.open("wb") as forged:
+        for record in [*records_left, end]:
+            record = journal.closing(record, place) if isinstance(record, journal.EndRecord) else record
+            text, _ = journal.line(journal.encode(record), place.chain)
+            place = place.after(text)
+            forged.write(text)
+    file.replace(path)
+    anew = launch.command("audit", "job")
+    assert anew.wait() == 1, anew.output
+    (run.directory / "job" / "state.json").unlink()
+    path.write_bytes(b"".join(lines[:-1]))
+    openly = launch.command("audit", "job", "--json")
+    assert openly.wait() == 3 and not json.loads(openly.lines[-1])["end_proved"]
+
+
+def test_a_removed_run_directory_is_made_again(launch: Launcher) -> None:
+    run = launch(STEADY)
+    run.until("in era", 2)
+    shutil.rmtree(run.directory / "job")
+    run.until("the run directory was lost; it is made again, and nothing is missing")
+    (run.directory / "go on").touch()
+    assert run.wait() == 0, run.output
+    audit = launch.command("audit", "job")
+    assert audit.wait() == 0, audit.output
+    assert (run.directory / "job" / "token").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_run_directory_lost_with_its_coordinator_is_told_by_the_exit_status(launch: Launcher) -> None:
+    run = launch(STEADY)
+    run.until("in era", 2)
+    (coordinator,) = [
+        pid
+        for pid in processes_in(run.directory)
+        if b"launch.coordinating" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(coordinator, signal.SIGSTOP)
+    shutil.rmtree(run.directory / "job")
+    os.kill(coordinator, signal.SIGKILL)
+    run.until("the coordinator died; restarted")
+    (run.directory / "go on").touch()
+    assert run.wait() == 4, run.output
+    assert "the journal is incomplete" in run.output
+    audit = launch.command("audit", "job")
+    assert audit.wait() == 3, audit.output

@@ -14,6 +14,7 @@ import contextlib
 import secrets
 import socket
 import ssl
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMes
 from pliant import proof
 from pliant.control import tls
 from pliant.control.door import INCOMING_BYTES, WRONG_TOKEN, Door
-from pliant.control.messages import Enlist, Enlisted, FromAgent, Over, Refuse, ToAgent, decode_to_agent, encode
+from pliant.control.messages import Enlist, Enlisted, FromAgent, Hold, Over, Refuse, ToAgent, decode_to_agent, encode
 from pliant.errors import Refused, RunEnded
 
 CLOSE_S = 1.0
@@ -49,9 +50,9 @@ class AgentLink:
     ) -> tuple[AgentLink, Enlisted | Over]:
         """Enlist at ``host:port``; ``Over`` if the run has ended already. With a ``context`` under TLS."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as limit:
                 connection = await _opened(Door(address, token, context))
-                return await _enlisted(connection, address, enlist)
+                return await _enlisted(connection, address, enlist, lambda: limit.reschedule(_now_s() + timeout_s))
         except TimeoutError as error:
             raise Unreachable(f"the coordinator at {address} did not answer within {timeout_s:g} s") from error
 
@@ -81,7 +82,13 @@ class AgentLink:
                 await self._connection.send(encode(message))
 
 
-async def _enlisted(connection: ClientConnection, address: str, enlist: Enlist) -> tuple[AgentLink, Enlisted | Over]:
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def _enlisted(
+    connection: ClientConnection, address: str, enlist: Enlist, held: Callable[[], None]
+) -> tuple[AgentLink, Enlisted | Over]:
     try:
         await connection.send(encode(enlist))
         while True:
@@ -90,6 +97,8 @@ async def _enlisted(connection: ClientConnection, address: str, enlist: Enlist) 
                     return AgentLink(connection), answer
                 case Refuse(reason=reason):
                     raise Refused(reason)
+                case Hold():
+                    held()
                 case _:
                     # A last status comes before the end of a run that is over.
                     pass

@@ -29,6 +29,7 @@ from pliant.control.door import Door
 from pliant.control.keeping import Keeping
 from pliant.control.mailbox import Mailbox
 from pliant.control.messages import (
+    Again,
     Beat,
     Call,
     Entered,
@@ -36,6 +37,7 @@ from pliant.control.messages import (
     Finished,
     FromWorker,
     Hello,
+    Hold,
     Leaving,
     Plan,
     Put,
@@ -96,6 +98,8 @@ class Link:
         """keys of the last group that was formed, or is being formed: some may have been lost with a connection"""
         self._lines = Keeping(self.mailbox)
         self.sends_lines = False
+        self._asked = False
+        """for lines, whoever usually sends them"""
         self._outbox: deque[FromWorker] = deque()
         self._waiting = threading.Event()
         self._leaving = self._until_heard = self._closed = False
@@ -128,7 +132,9 @@ class Link:
     def _greet(self, connection: ClientConnection, hello: Hello) -> Welcome:
         try:
             connection.send(encode(hello))
-            answer = decode_from_coordinator(connection.recv(timeout=CONNECT_S, decode=False))
+            answer = Hold()
+            while isinstance(answer, Hold):
+                answer = decode_from_coordinator(connection.recv(timeout=CONNECT_S, decode=False))
         except (ConnectionClosed, TimeoutError, msgspec.DecodeError, OSError) as error:
             raise RunEnded(f"lost the coordinator at {self._address} while joining: the run has ended") from error
         match answer:
@@ -267,7 +273,12 @@ class Link:
     def _receive(self) -> None:
         while not self._closed:
             try:
-                self.mailbox.take(decode_from_coordinator(self.connection.recv(decode=False)))
+                message = decode_from_coordinator(self.connection.recv(decode=False))
+                self.mailbox.take(message)
+                if isinstance(message, Again):
+                    self._lines.begin_again(message.first)
+                    self._asked = True
+                    self._waiting.set()
             except (ConnectionClosed, OSError, EOFError, msgspec.DecodeError, TypeError) as error:
                 if self._is_over(heard=isinstance(error, ConnectionClosedOK)) or not self._reconnected():
                     return
@@ -336,7 +347,8 @@ class Link:
                 beaten_s = time.monotonic()
                 entries.append(beat_of(self.position, beaten_s))
             try:
-                for frame in self._lines.unsent(sends=self.sends_lines):
+                asked, self._asked = self._asked, False
+                for frame in self._lines.unsent(sends=self.sends_lines or asked):
                     self.connection.send(encode(frame))
                     self._lines.sent(frame)
                 while entries:

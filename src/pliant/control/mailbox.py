@@ -14,10 +14,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from pliant.control.messages import (
+    Again,
     Broken,
     EraPlan,
     EraStart,
     FromCoordinator,
+    Hold,
     Leave,
     Named,
     Push,
@@ -99,9 +101,12 @@ class Mailbox:
             case Broken(term=term, era=era, reason=reason):
                 if term >= self.term and era > self.broken_era:
                     self.broken_era, self.broken_reason, self.plan = era, reason, None
-            case Push(attempt=attempt, key=key, value=value):
+            case Push(attempt=attempt, keys=keys):
                 if attempt >= self._oldest_attempt:
-                    self._keys[attempt, key] = value
+                    self._keys.update({(attempt, key): value for key, value in keys.items()})
+            case Again() | Hold():
+                # The link's own.
+                pass
             case Written(count=count):
                 self.written = max(self.written, count)
             case Named(names=names):

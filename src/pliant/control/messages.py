@@ -293,17 +293,26 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
 
 
 class Push(msgspec.Struct, frozen=True, tag="push"):
-    """A key that a member of the attempt has put."""
+    """Keys that members of the attempt have put."""
 
     attempt: int
-    key: str
-    value: bytes
+    keys: dict[str, bytes]
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
     """So many of the workers' journal records are on disk; earlier ones need not be kept."""
 
     count: int
+
+
+class Again(msgspec.Struct, frozen=True, tag="again"):
+    """The coordinator lacks journal records from this number on: whoever keeps them sends them once more."""
+
+    first: int
+
+
+class Hold(msgspec.Struct, frozen=True, tag="hold"):
+    """A coordinator that takes a lost one's place still reads the journal: wait for its answer."""
 
 
 class Named(msgspec.Struct, frozen=True, tag="named"):
@@ -413,9 +422,11 @@ class Over(msgspec.Struct, frozen=True, tag="over"):
 FromWorker = Union[  # noqa: UP007 - msgspec reads it at run time
     Hello, Ready, Put, Beat, Lines, Leaving, Stopped, Unformed, Entered, Failed, Finished, Plan, Saved
 ]
-FromCoordinator = Union[Welcome, EraStart, EraPlan, Broken, Void, Leave, Push, Written, Named, Refuse, Stop]  # noqa: UP007
+FromCoordinator = Union[  # noqa: UP007
+    Welcome, EraStart, EraPlan, Broken, Void, Leave, Push, Written, Again, Hold, Named, Refuse, Stop
+]
 FromAgent = Union[Enlist, Exited, Interrupted, Noticed]  # noqa: UP007
-ToAgent = Union[Enlisted, Start, Terminate, Kill, Note, StatusUpdate, Over, Refuse]  # noqa: UP007
+ToAgent = Union[Enlisted, Start, Terminate, Kill, Note, StatusUpdate, Over, Refuse, Hold]  # noqa: UP007
 
 _from_worker = msgspec.msgpack.Decoder(FromWorker)
 _from_coordinator = msgspec.msgpack.Decoder(FromCoordinator)

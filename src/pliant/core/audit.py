@@ -4,7 +4,8 @@ Question  Is each position of every phase in its rounds exactly once (or cut), a
           on the journaled tickets, reach the decisions that were written down?
 Holds     Pure, one pass, memory bounded by the holes in the coverage. What a break cuts is counted as cut, not as
           used. Coverage and sums are checked without the code that made the decisions; the replay then runs
-          that code. A problem is one line that says what is wrong and where.
+          that code. A problem is one line that says what is wrong and where. A journal that was not closed, or in
+          which records are missing, proves nothing about what would follow: that is said, and is no problem.
 Source    Invariants 1, 3 and 5 of DESIGN; docs/design/0003-journal.md.
 """
 
@@ -25,6 +26,7 @@ from pliant.core.journal import (
     EraRecord,
     ExchangeRecord,
     FinishingRecord,
+    GapRecord,
     PhaseEndRecord,
     PhaseRecord,
     PolicyRecord,
@@ -44,11 +46,16 @@ _MOST_PROBLEMS = 100
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What an audit found. No problems: every position is proven used once or cut."""
+    """What an audit found. No problems: every position is proven used once or cut, as far as ``proved`` says."""
 
     problems: list[str]
     summary: dict[str, Any]
     """JSON-able"""
+
+    @property
+    def end_proved(self) -> bool:
+        """Whether nothing can be missing at the end: the journal was closed, and is whole."""
+        return bool(self.summary["end_proved"])
 
 
 def audit(records: Iterable[Record], *, replay: bool = True) -> Report:
@@ -120,6 +127,8 @@ class _Auditor:
         self._leaving: set[str] = set()
         """who has said so"""
         self._end: EndRecord | None = None
+        self._gap: GapRecord | None = None
+        """what follows it proves nothing"""
         self._updates = 0
         self._updates_limit: int | None = None
         self._samples = self._skipped = self._cut = self._evaluations = self._eras = self._records = 0
@@ -129,6 +138,9 @@ class _Auditor:
 
     def take(self, record: Record) -> None:
         self._records += 1
+        if self._gap is not None:
+            self._end = record if isinstance(record, EndRecord) else self._end
+            return
         if self._end is not None:
             self._problem(f"record {self._records} follows the end of the run")
         match record:
@@ -143,7 +155,9 @@ class _Auditor:
             case EraRecord():
                 self._start_era(record)
             case EndRecord():
-                self._end = record
+                self._close(record)
+            case GapRecord():
+                self._gap = record
             case RunRecord():
                 if self._records != 1:
                     self._problem(f"record {self._records} starts a second run")
@@ -162,7 +176,7 @@ class _Auditor:
 
     def report(self) -> Report:
         completed = self._end is not None and self._end.completed
-        if completed:
+        if completed and self._gap is None:
             for phase in self._open:
                 left = named(phase.coverage.missing(phase.record.limit))
                 self._problem(f"phase {phase.record.phase} never ended in a run that completed; not used: {left}")
@@ -186,9 +200,35 @@ class _Auditor:
             "evaluations": self._evaluations,
             "completed": completed,
             "reason": self._end.reason if self._end else "the journal has no end record",
+            "end_proved": self._end is not None and self._end.lines is not None and self._gap is None,
+            "proved": self._proved(),
             "replayed_rounds": self._replay.rounds if self._replay else 0,
         }
         return Report(problems, summary)
+
+    def _close(self, record: EndRecord) -> None:
+        """The closing record says what was written: a reader must have found the same."""
+        self._end = record
+        if record.lines is None:
+            return
+        if (record.rounds, record.samples) != (self._rounds, self._samples):
+            self._problem(
+                f"the journal was closed with {record.rounds} rounds and {record.samples} samples, "
+                f"but has {self._rounds} and {self._samples}"
+            )
+
+    def _proved(self) -> str:
+        """How far, in words."""
+        upto = f"up to round {self._round}"
+        if self._gap is not None and self._gap.next <= self._gap.first:
+            return f"{upto}: what followed is missing ({self._gap.reason})"
+        if self._gap is not None:
+            return f"{upto}: records {self._gap.first} to {self._gap.next - 1} of the workers are missing after it"
+        if self._end is None:
+            return f"{upto}: the journal was not closed, so that more may have followed"
+        if self._end.lines is None:
+            return f"{upto}: the journal was closed by an older Pliant, which did not say how much there was"
+        return "to the end"
 
     def _problem(self, text: str) -> None:
         if len(self._problems) < _MOST_PROBLEMS:

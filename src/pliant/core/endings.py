@@ -26,6 +26,7 @@ from pliant.core.events import (
     Terminate,
 )
 from pliant.core.members import (
+    Agent,
     Alive,
     Connected,
     Ending,
@@ -47,6 +48,7 @@ from pliant.core.members import (
     Urge,
     Waiting,
     Worker,
+    agent_of,
     is_reachable,
     owner_of,
     with_agent,
@@ -166,9 +168,18 @@ def deserted(state: Roster, now_s: float) -> Step:
 
 def may_come(state: Roster, slot: Slot, now_s: float) -> bool:
     """Whether the slot has a process that may still connect, or will have one."""
+    return _may_come(state, slot, agent_of(state, slot.agent), now_s)
+
+
+def living(state: Roster, now_s: float) -> int:
+    """How many slots have a process that may still connect, or will have one."""
+    agents = {agent.name: agent for agent in state.agents}
+    return sum(_may_come(state, slot, agents.get(slot.agent), now_s) for slot in state.slots)
+
+
+def _may_come(state: Roster, slot: Slot, agent: Agent | None, now_s: float) -> bool:
     if slot.fate is not Fate.KEPT:
         return not isinstance(slot.process, Exited)
-    agent = next((agent for agent in state.agents if agent.name == slot.agent), None)
     if agent is None:
         return now_s < state.trusting_until_s
     away = agent.peer is None and now_s - agent.gone_s >= OWNER_GONE_S
@@ -206,8 +217,11 @@ def released(state: Roster, now_s: float) -> Step:
     effects: tuple[Effect, ...] = ()
     if not isinstance(state.stage, Gathering | Running):
         return state, ()
+    by_agent: dict[AgentId, list[Slot]] = {}
+    for slot in state.slots:
+        by_agent.setdefault(slot.agent, []).append(slot)
     for agent in state.agents:
-        own = [slot for slot in state.slots if slot.agent == agent.name]
+        own = by_agent.get(agent.name, [])
         ended = all(isinstance(s.process, Exited) and s.process.restart_s is None for s in own)
         if agent.owner or agent.released or agent.peer is None or not own or not ended:
             continue

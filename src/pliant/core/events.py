@@ -211,9 +211,9 @@ class Hindered(msgspec.Struct, frozen=True):
     reason: str
 
 
-OfWorker = Offered | Beaten | Leaving | Stopped | Unformed | Entered | Failed | Finished | ConnectionLost
+OfWorker = Offered | Leaving | Stopped | Unformed | Entered | Failed | Finished | ConnectionLost
 OfAgent = AgentLost | ProcessExited | Interrupted | Noticed
-Event = Arrived | AgentArrived | OfWorker | OfAgent | Scaled | Drained | Tick | Hindered
+Event = Arrived | AgentArrived | Beaten | OfWorker | OfAgent | Scaled | Drained | Tick | Hindered
 
 
 # Effects on workers

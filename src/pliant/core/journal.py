@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Union
 
 import msgspec
@@ -247,13 +247,30 @@ class FinishingRecord(msgspec.Struct, frozen=True, tag="finishing", tag_field="k
     worker: Name
 
 
+class GapRecord(msgspec.Struct, frozen=True, tag="gap", tag_field="kind"):
+    """Records of the workers are missing here: the disk has lost them, and nobody keeps them any more."""
+
+    first: Count
+    """the number of the first one"""
+    next: Count
+    """the number of the record that follows"""
+    reason: str = ""
+
+
 class EndRecord(msgspec.Struct, frozen=True, tag="end", tag_field="kind"):
-    """The last line of a run that ended, well or not."""
+    """The last line of a run that ended, well or not: it closes the journal."""
 
     reason: str
     completed: bool
     exit_status: ExitStatus = 0
     """with which launchers end"""
+    rounds: Count = 0
+    """that count, as all that follows: a reader compares it with what it has read"""
+    samples: Count = 0
+    lines: Count | None = None
+    """before this one; None: written by an older Pliant, so that the end cannot be proved"""
+    digest: str = ""
+    """over those lines: ``Place.digest``"""
 
 
 Record = Union[  # noqa: UP007 - msgspec reads it at run time
@@ -267,6 +284,7 @@ Record = Union[  # noqa: UP007 - msgspec reads it at run time
     CheckpointRecord,
     RewindRecord,
     FinishingRecord,
+    GapRecord,
     EndRecord,
 ]
 
@@ -293,14 +311,35 @@ def effective(records: Iterable[Record]) -> list[Record]:
 
 def numbered(records: Iterable[Record]) -> list[tuple[int, Record]]:
     """The same, each with how many records of the workers were written before it, void ones too."""
-    kept: list[tuple[int, Record]] = []
+    listed = list(records)
+    rewinds = [(place, each.records) for place, each in enumerate(listed) if isinstance(each, RewindRecord)]
+    return list(counting(listed, rewinds))
+
+
+def counting(records: Iterable[Record], rewinds: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Record]]:
+    """The same of a stream, in which these rewinds will come: the place of each and how many records it keeps."""
+    return ((number, record) for number, record, counts in judged(records, rewinds) if counts)
+
+
+def judged(records: Iterable[Record], rewinds: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Record, bool]]:
+    """All records of a stream, each with its number and whether it counts."""
     number = 0
-    for record in records:
-        if isinstance(record, RewindRecord):
-            kept = [(n, each) for n, each in kept if _stays(n, each, record.records)]
-        kept.append((number, record))
-        number += isinstance(record, FROM_WORKERS)
-    return kept
+    # Going back twice keeps what both keep.
+    limits: list[tuple[int, int]] = []
+    for place, kept in reversed(rewinds):
+        limits.append((place, min(kept, limits[-1][1]) if limits else kept))
+    for place, record in enumerate(records):
+        while limits and limits[-1][0] <= place:
+            limits.pop()
+        yield number, record, not limits or _stays(number, record, limits[-1][1])
+        number = next_number(number, record)
+
+
+def next_number(number: int, record: Record) -> int:
+    """How many records of the workers there are after this one, missing ones included."""
+    if isinstance(record, GapRecord):
+        return max(number, record.next)
+    return number + isinstance(record, FROM_WORKERS)
 
 
 def _stays(number: int, record: Record, records: int) -> bool:
@@ -331,17 +370,77 @@ def line(payload: bytes, chain: int) -> tuple[bytes, int]:
     return payload[:-1] + _CHECKSUM % checksum, checksum
 
 
+def unsealed(text: bytes, chain: int, number: int = 1) -> bytes:
+    """The inverse of ``line``. Raises ``JournalError`` with the line's number where it is none or does not fit."""
+    if len(text) <= _CHECKSUM_LENGTH or not text.endswith(b"\n"):
+        raise JournalError(f"line {number} is incomplete: the journal was cut off while being written")
+    payload = text[:-_CHECKSUM_LENGTH] + b"}"
+    if text != line(payload, chain)[0]:
+        raise JournalError(f"line {number} does not fit its checksum: the journal was changed or damaged")
+    return payload
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A place in a journal: what is before it."""
+
+    size: int = 0
+    """bytes"""
+    lines: int = 0
+    chain: int = 0
+    """the checksum of the line before it"""
+    digest: str = ""
+    """over all lines before it: SHA-256 of the digest before the last line and of that line, in hexadecimal digits"""
+
+    def after(self, text: bytes) -> Place:
+        """The place behind this line."""
+        # ``"xxxxxxxx"}`` and the newline: the checksum of the last line is where the chain goes on.
+        chain = int(text[-11:-3], 16)
+        digest = hashlib.sha256(self.digest.encode() + text).hexdigest()
+        return Place(self.size + len(text), self.lines + 1, chain, digest)
+
+
+BEGINNING = Place()
+
+
 def read(lines: Iterable[bytes]) -> Iterator[Record]:
     """The records of a journal, each checked. Raises ``JournalError`` naming the first bad line."""
-    chain = 0
-    for number, text in enumerate(lines, start=1):
-        if len(text) <= _CHECKSUM_LENGTH or not text.endswith(b"\n"):
-            raise JournalError(f"line {number} is incomplete: the journal was cut off while being written")
-        payload = text[:-_CHECKSUM_LENGTH] + b"}"
-        expected, chain = line(payload, chain)
-        if text != expected:
-            raise JournalError(f"line {number} does not fit its checksum: the journal was changed or damaged")
+    for _, record in placed(lines):
+        yield record
+
+
+def placed(lines: Iterable[bytes], place: Place = BEGINNING) -> Iterator[tuple[Place, Record]]:
+    """The same from a place on, each with the place behind it."""
+    for text in lines:
+        number = place.lines + 1
+        payload = unsealed(text, place.chain, number)
         record = decode(payload)
         if number == 1 and (not isinstance(record, RunRecord) or record.version != VERSION):
             raise JournalError(f"not a version {VERSION} journal: read it with the Pliant that wrote it")
-        yield record
+        if isinstance(record, EndRecord) and not _closes(record, place):
+            raise JournalError(f"line {number} closes a journal of other lines: something before it was changed")
+        place = place.after(text)
+        yield place, record
+
+
+def _closes(end: EndRecord, place: Place) -> bool:
+    """Whether it was written at this place; an older Pliant has not said."""
+    return end.lines is None or (end.lines, end.digest) == (place.lines, place.digest)
+
+
+def closing(end: EndRecord, place: Place) -> EndRecord:
+    """The end as it is written at this place."""
+    return msgspec.structs.replace(end, lines=place.lines, digest=place.digest)
+
+
+_REWIND = b'{"kind":"rewind",'
+
+
+def rewinds_in(lines: Iterable[bytes]) -> list[tuple[int, int]]:
+    """The place of each rewind among the lines, and how many records it keeps; a line that is none is passed over."""
+    found: list[tuple[int, int]] = []
+    for place, text in enumerate(lines):
+        if text.startswith(_REWIND) and text.endswith(b"\n"):
+            record = decode(text)
+            if isinstance(record, RewindRecord):
+                found.append((place, record.records))
+    return found

@@ -35,7 +35,6 @@ from pliant.core.members import (
     slot_of,
     with_slot,
     without_worker,
-    worker_of,
 )
 
 RECONNECT_S = 0.5
@@ -96,10 +95,7 @@ def judged(state: Roster, now_s: float) -> Step:
     effects: tuple[Effect, ...] = ()
     if not isinstance(state.stage, Gathering | Running | Finishing) or now_s < state.patient_until_s:
         return state, ()
-    for name in [worker.name for worker in state.workers]:
-        worker = worker_of(state, name)
-        if worker is None:
-            continue
+    for worker in state.workers:
         match worker.line, worker.standing:
             case Cut(since_s=since_s), standing:
                 confirmed = isinstance(standing, Member) and _is_witnessed(state, worker)

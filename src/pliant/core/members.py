@@ -474,9 +474,9 @@ def with_standing(state: Roster, worker: Worker, standing: Standing) -> Roster:
 
 def with_slot(state: Roster, slot: Slot) -> Roster:
     """The state with this slot in the place of the one of its name, or in the order of names."""
-    rest = tuple(s for s in state.slots if s.name != slot.name)
-    slots = tuple(sorted((*rest, slot), key=lambda s: name_order(s.name)))
-    return replace(state, slots=slots)
+    if slot_of(state, slot.name) is None:
+        return with_slots(state, (slot,))
+    return replace(state, slots=tuple(slot if s.name == slot.name else s for s in state.slots))
 
 
 def with_slots(state: Roster, slots: tuple[Slot, ...]) -> Roster:

@@ -23,6 +23,7 @@ from pliant.core.journal import (
     EraRecord,
     ExchangeRecord,
     FinishingRecord,
+    GapRecord,
     PhaseEndRecord,
     PhaseRecord,
     PolicyRecord,
@@ -95,7 +96,7 @@ class Replay:
                 return self._change(record)
             case RewindRecord():
                 return self._rewind(record)
-            case RunRecord() | CheckpointRecord() | FinishingRecord() | EndRecord():
+            case RunRecord() | CheckpointRecord() | FinishingRecord() | GapRecord() | EndRecord():
                 return []
 
     def _change(self, record: EraRecord) -> list[str]:

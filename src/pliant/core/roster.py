@@ -129,6 +129,31 @@ def ended(state: Roster, reason: str, *, completed: bool, exit_status: int) -> R
     return replace(state, stage=Over(reason, completed, exit_status))
 
 
+def heard(state: Roster, beats: Sequence[tuple[Beaten, float]]) -> Roster:
+    """The state after these signs of life, in their order, each with its time.
+
+    Nothing is judged: ``advance`` does that with the next event. One pass for all: what a beat costs does not depend on
+    how many workers there are.
+    """
+    if not beats or isinstance(state.stage, Over):
+        return state
+    by_worker: dict[WorkerId, list[tuple[Beaten, float]]] = {}
+    for beat, now_s in beats:
+        by_worker.setdefault(beat.worker, []).append((beat, now_s))
+    # What it held in an era before the present one says nothing: it may have been behind.
+    present = state.course.start.era if isinstance(state.course, Forming) else None
+    workers: list[Worker] = []
+    settled = state.settled
+    for worker in state.workers:
+        for beat, now_s in by_worker.get(worker.name, ()):
+            worker = _beaten(worker, beat, present, now_s)
+            if isinstance(worker.standing, Member):
+                # A round is an exchange: who has applied one holds a state that a new start would lose.
+                settled = max(settled, min(beat.round, 1))
+        workers.append(worker)
+    return replace(state, workers=tuple(workers), settled=settled)
+
+
 def advance(state: Roster, event: Event, now_s: float) -> Step:
     """What the event changes and what is to be done about it. Times are any monotonic clock's."""
     if isinstance(state.stage, Over):
@@ -187,9 +212,11 @@ def _take(state: Roster, event: Event, now_s: float) -> Step:
             return endings.stop(state, reason, now_s, status=1)
         case Tick():
             return state, ()
+        case Beaten():
+            return heard(state, [(event, now_s)]), ()
         case _:
             worker = worker_of(state, event.worker)
-            return _heard(state, worker, event, now_s) if worker is not None else (state, ())
+            return _told(state, worker, event, now_s) if worker is not None else (state, ())
 
 
 def _admitted(state: Roster, now_s: float) -> Step:
@@ -203,7 +230,7 @@ def _admitted(state: Roster, now_s: float) -> Step:
     return state, effects
 
 
-def _heard(state: Roster, worker: Worker, event: OfWorker, now_s: float) -> Step:
+def _told(state: Roster, worker: Worker, event: OfWorker, now_s: float) -> Step:
     if isinstance(event, ConnectionLost):
         return arrivals.cut(state, worker, event.peer, now_s)
     worker = replace(worker, heard_s=now_s)
@@ -213,8 +240,6 @@ def _heard(state: Roster, worker: Worker, event: OfWorker, now_s: float) -> Step
     match event:
         case Offered():
             return arrivals.offered(state, worker, event, now_s)
-        case Beaten():
-            return _beaten(state, worker, event, now_s), ()
         case Leaving(reason=reason):
             return _leaving(state, worker, reason, now_s)
         case Stopped():
@@ -231,13 +256,13 @@ def _heard(state: Roster, worker: Worker, event: OfWorker, now_s: float) -> Step
             assert_never(event)
 
 
-def _beaten(state: Roster, worker: Worker, beat: Beaten, now_s: float) -> Roster:
+def _beaten(worker: Worker, beat: Beaten, present: int | None, now_s: float) -> Worker:
+    """The worker after a sign of life; ``present`` is the era that is being formed, if one is."""
     member = worker.standing
     if not isinstance(member, Member):
-        return state
+        return replace(worker, heard_s=now_s)
     # What it held in an era before the present one says nothing: it may have been behind.
-    present = state.course.start.era if isinstance(state.course, Forming) else member.era
-    tells = beat.active is not None and (beat.era is None or beat.era >= present)
+    tells = beat.active is not None and (beat.era is None or beat.era >= (present or member.era))
     member = replace(
         member,
         exchange=member.exchange if beat.exchange is None or member.stopped_s is not None else beat.exchange,
@@ -252,8 +277,7 @@ def _beaten(state: Roster, worker: Worker, beat: Beaten, now_s: float) -> Roster
         handoff_s=beat.handoff_s,
         active=beat.active if tells and member.stopped_s is None else member.active,
     )
-    # A round is an exchange: who has applied one holds a state that a new start would lose.
-    return replace(with_standing(state, worker, member), settled=max(state.settled, min(beat.round, 1)))
+    return replace(worker, heard_s=now_s, standing=member)
 
 
 def _is_where_it_was(member: Member, beat: Beaten) -> bool:

@@ -19,12 +19,12 @@ import msgspec
 
 from pliant.core.group import Group
 from pliant.core.journal import (
-    FROM_WORKERS,
     CheckpointRecord,
     EndRecord,
     EraRecord,
     ExchangeRecord,
     FinishingRecord,
+    GapRecord,
     PhaseEndRecord,
     PhaseRecord,
     PolicyRecord,
@@ -33,6 +33,7 @@ from pliant.core.journal import (
     RoundRecord,
     RunRecord,
     TicketLine,
+    next_number,
     numbered,
 )
 from pliant.core.ledger import MicroBatch
@@ -148,7 +149,7 @@ def score(records: Iterable[Record]) -> Score:
     writing = _Writing()
     for number, record in numbered(records):
         writing.take(record)
-        writing.reached(number + isinstance(record, FROM_WORKERS))
+        writing.reached(next_number(number, record))
     return writing.written()
 
 
@@ -203,6 +204,10 @@ class _Writing:
                 self._checkpoints.append(record)
             case RunRecord() | FinishingRecord() | EndRecord():
                 pass
+            case GapRecord(first=first, next=following):
+                raise JournalError(
+                    f"records {first} to {following - 1} of the journal are missing: it cannot be played"
+                )
             case _ if group is None:
                 raise JournalError("the journal begins without an era")
             case PolicyRecord():

@@ -271,7 +271,7 @@ def with_new_slots(state: Roster, agent: AgentId, count: int) -> tuple[Roster, t
 
 def room(state: Roster) -> int:
     """How many slots more a run can have."""
-    living = sum(endings.may_come(state, slot, state.heard_s) for slot in state.slots)
+    living = endings.living(state, state.heard_s)
     return max(0, min(MOST_SLOTS - living, MOST_SLOTS_EVER - len(state.slots)))
 
 

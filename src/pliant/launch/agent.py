@@ -24,6 +24,7 @@ from pliant.control.messages import (
     Enlist,
     Enlisted,
     Exited,
+    Hold,
     Interrupted,
     Kill,
     Note,
@@ -219,6 +220,8 @@ class Agent:
             self._ui.started(self._directory, self._access.address)
             for slot in enlisted.slots:
                 self._slots.start(slot)
+        if self._coordination is not None:
+            self._coordination.term = enlisted.term
         for exited in self._slots.exits.values():
             link.send(exited)
         for number in self._signals:
@@ -248,7 +251,7 @@ class Agent:
                 with contextlib.suppress(msgspec.DecodeError):
                     self.status = msgspec.json.decode(status, type=Status)
                     self._ui.progress(self.status)
-            case Enlisted():
+            case Enlisted() | Hold():
                 pass
             case Refuse(reason=reason):
                 return Over(reason, completed=False, exit_status=1)
@@ -272,6 +275,8 @@ class Agent:
         if why is not None:
             self._close(Over(why, completed=False, exit_status=1))
         else:
+            if self._coordination.make_again():
+                self._ui.note("the run directory was lost, and the coordinator: what was written is not in the journal")
             self._coordination.start()
             self._ui.note("the coordinator died; restarted")
 
@@ -285,6 +290,8 @@ class Agent:
         """Let time pass: for output that was held back, and for a signal that nobody else takes care of."""
         self._slots.pause()
         self._remind()
+        if self._coordination is not None:
+            self._coordination.make_again()
         if not self._signals:
             return
         waited_s = time.monotonic() - self._signalled_s

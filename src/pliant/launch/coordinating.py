@@ -31,14 +31,14 @@ from pliant.runtime.service import serve
 
 
 def main() -> None:
-    """The entry point: run directory, descriptor of the socket, ``start``, ``resume`` or ``rewind``."""
-    directory, descriptor, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    """The entry point: run directory, descriptor of the socket, ``start``, ``resume`` or ``rewind``, the last term."""
+    directory, descriptor, how, term = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     # Signals are the launcher's: it ends this process when the run is over.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
         with socket.socket(fileno=descriptor) as listener:
-            coordinate(directory, listener, resume=how != "start", rewind=how == "rewind", repeat=True)
+            coordinate(directory, listener, resume=how != "start", rewind=how == "rewind", repeat=True, term=term)
     except PliantError as error:
         print(error, file=sys.stderr)
         sys.exit(REFUSED_EXIT)
@@ -53,10 +53,12 @@ def coordinate(
     repeat: bool = False,
     on_ready: Callable[[], None] | None = None,
     trust: Trust | None = None,
+    term: int = 0,
 ) -> None:
     """Serve the run in ``directory`` until it is over; ``repeat``: if it was over already, say so to who asks.
 
-    ``rewind``: nobody of it lives, and it goes on from its last checkpoint.
+    ``rewind``: nobody of it lives, and it goes on from its last checkpoint. ``term``: of the last coordinator that the
+    launcher has heard; 0: of none.
     """
     # The journal is its owner's alone, in a directory that others may read too.
     os.umask(0o077)
@@ -65,7 +67,16 @@ def coordinate(
     # Not inherited like the socket: a certificate that was renewed meanwhile is taken by the next coordinator.
     tls = served(trust or run_directory.trust_in(directory), host_in(access.address))
     serving = serve(
-        charter, directory, listener, access.token, resume, rewind=rewind, repeat=repeat, on_ready=on_ready, tls=tls
+        charter,
+        directory,
+        listener,
+        access.token,
+        resume,
+        rewind=rewind,
+        repeat=repeat,
+        on_ready=on_ready,
+        tls=tls,
+        least_term=term,
     )
     asyncio.run(serving)
 

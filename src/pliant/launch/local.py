@@ -21,7 +21,7 @@ from pliant.control.messages import Over
 from pliant.core import journal
 from pliant.launch import directory as run_directory
 from pliant.launch import trust
-from pliant.launch.directory import HOST, NO_TLS, Access, Trust
+from pliant.launch.directory import HOST, NO_TLS, Access, Trust, newest
 from pliant.launch.process import Stream
 from pliant.launch.spec import JobSpec, Outcome, Screen, Silent, check
 from pliant.launch.supervision import Coordination
@@ -41,6 +41,7 @@ __all__ = [
     "Trust",
     "join",
     "join_job",
+    "newest",
     "run",
     "run_job",
 ]
@@ -70,12 +71,16 @@ async def run_job(spec: JobSpec, *, ui: Screen) -> Outcome:
         authority = Path(spec.trust.authority) if spec.trust.tls else None
         address = address_of(spec.host, listener.getsockname()[1])
         access = Access(address, secrets.token_urlsafe(32), authority)
-        run_directory.publish(directory, access)
-        run_directory.write_trust(directory, spec.trust)
-        (directory / run_directory.CHARTER).write_bytes(_charter(spec, directory))
-        with contextlib.closing(
-            Coordination(directory, listener, "rewind" if spec.resume else "start")
-        ) as coordination:
+        charter = _charter(spec, directory)
+
+        def publish() -> None:
+            run_directory.publish(directory, access)
+            run_directory.write_trust(directory, spec.trust)
+            (directory / run_directory.CHARTER).write_bytes(charter)
+
+        publish()
+        how = "rewind" if spec.resume else "start"
+        with contextlib.closing(Coordination(directory, listener, how, publish)) as coordination:
             coordination.start()
             return await _followed(_agent(spec, ui, directory, access, coordination), ui, directory)
 

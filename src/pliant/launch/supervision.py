@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from pliant.launch.directory import LOGS
+from pliant.launch.directory import LOGS, TOKEN
 from pliant.launch.process import Owned, opened
 from pliant.runtime.environment import plain_environment
 
@@ -30,8 +30,13 @@ REFUSED_EXIT = 3
 class Coordination:
     """Starts the coordinator and counts its deaths."""
 
-    def __init__(self, directory: Path, listener: socket.socket, how: str = "start") -> None:
-        """``how`` it begins; once it has died it resumes the run."""
+    def __init__(
+        self, directory: Path, listener: socket.socket, how: str = "start", publish: Callable[[], None] = lambda: None
+    ) -> None:
+        """``how`` it begins; once it has died it resumes the run. ``publish`` writes what it finds in the directory."""
+        self._publish = publish
+        self.term = 0
+        """of the last one that was heard"""
         self._directory = directory
         self._how = how
         self._listener = listener
@@ -49,18 +54,31 @@ class Coordination:
 
     def start(self) -> None:
         """Start it; again, if it has died: it then resumes the run."""
+        self.make_again()
         how = self._how if self._process is None else "resume"
         descriptor = self._listener.fileno()
         # -P: a module of the user's directory must not take the place of one of Python's own.
         command = [sys.executable, "-P", "-m", "pliant.launch.coordinating"]
         with opened(self._log) as log:
             self._process = Owned(
-                [*command, str(self._directory), str(descriptor), how],
+                [*command, str(self._directory), str(descriptor), how, str(self.term)],
                 plain_environment(),
                 self._ended,
                 output=log,
                 descriptors=(descriptor,),
             )
+
+    def make_again(self) -> bool:
+        """Write what belongs to the run directory, where somebody has removed it; whether that was so."""
+        if (self._directory / TOKEN).exists():
+            return False
+        try:
+            (self._directory / LOGS).mkdir(parents=True, exist_ok=True)
+            self._publish()
+        except OSError:
+            # It is tried again.
+            return False
+        return True
 
     def hopeless(self) -> str | None:
         """Why there is no use in starting it again."""
@@ -84,5 +102,8 @@ class Coordination:
         self.died()
 
     def _last_words(self) -> str:
-        lines = self._log.read_text(errors="replace").strip().splitlines()
+        try:
+            lines = self._log.read_text(errors="replace").strip().splitlines()
+        except OSError:
+            lines = []
         return lines[-1] if lines else "the coordinator could not be started"

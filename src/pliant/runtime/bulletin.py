@@ -9,10 +9,11 @@ Source    ours.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
+from pliant.coordinator.account import Account
 from pliant.core import formations, journal, members
 from pliant.core.events import Note
 from pliant.runtime import translation
@@ -34,10 +35,15 @@ class Happening(msgspec.Struct, frozen=True):
 class Bulletin:
     """Kept by the coordinator, for whoever asks. ``unix_offset_s`` makes its clock's time that of a calendar."""
 
-    def __init__(self, job: str, term: int, unix_offset_s: float) -> None:
-        self.tally = Tally(job, term)
+    def __init__(self, account: Account, unix_offset_s: float) -> None:
+        self._account = account
         self._unix_offset_s = unix_offset_s
         self._happenings: deque[Happening] = deque(maxlen=EVENTS_KEPT)
+
+    @property
+    def tally(self) -> Tally:
+        """The journal's figures."""
+        return self._account.tally
 
     @property
     def current(self) -> Status:
@@ -46,7 +52,7 @@ class Bulletin:
 
     def add(self, record: journal.Record, now_s: float) -> list[Note]:
         """Take in one journal record; what is notable about it."""
-        self.tally.add(record, now_s)
+        self._account.add(record, now_s)
         if not isinstance(record, journal.RoundRecord):
             return []
         notes: list[Note] = []
@@ -57,18 +63,12 @@ class Bulletin:
             notes += [Note("drift", text, WorkerId(worker)) for worker, text in drifted]
         return notes
 
-    def rewind(self, history: Iterable[journal.Record], now_s: float) -> None:
-        """The run has gone back: so do its figures."""
-        before = self.current
-        self.tally = Tally(before.job, before.term)
-        self.tally.plan(before.epochs, before.samples_planned)
-        self.tally.resume(history, now_s)
-
     def describe(self, state: members.Roster) -> None:
         """What the roster's decisions have made of slots and eras."""
         status = self.current
+        present = {worker.slot: worker for worker in reversed(state.workers)}
         for slot in state.slots:
-            worker = members.worker_in(state, slot.name)
+            worker = present.get(slot.name)
             name = worker.name if worker is not None else translation.last_name(slot)
             unreachable = worker is not None and formations.is_unreachable(state, worker)
             word = translation.word(slot, worker, unreachable=unreachable)

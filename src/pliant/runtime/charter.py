@@ -7,11 +7,11 @@ Source    ours; docs/design/0007-elastic.md, docs/design/0014-checkpoints.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from pliant.coordinator.account import Account
 from pliant.core import journal, members, roster
 from pliant.core.events import Ended
 from pliant.types import WorkerId
@@ -49,42 +49,26 @@ class Legacy:
     """What a lost coordinator leaves."""
 
     state: members.Roster
-    history: Sequence[journal.Record]
-    """its records that count"""
     end: Ended | None = None
     """it died while it said goodbye"""
 
 
-def inherited(
-    charter: Charter, records: Sequence[journal.Record], term: int, now_s: float, *, rewind: bool = False
-) -> Legacy:
-    """What ``records`` leave to the coordinator of this term; ``rewind``: nobody else is left either."""
-    history = journal.effective(records)
-    if rewind:
-        # That it ended, not well, is over.
-        over = journal.FinishingRecord | journal.EndRecord
-        history = [record for record in history if not isinstance(record, over)]
-    last = next((record for record in reversed(records) if isinstance(record, journal.EraRecord)), None)
-    names = [WorkerId(name) for name in last.roster] if last is not None else []
-    era = last.era if last is not None else 0
+def inherited(charter: Charter, account: Account, term: int, now_s: float, *, rewind: bool = False) -> Legacy:
+    """What a journal leaves to the coordinator of this term; ``rewind``: nobody else is left either."""
+    names = [WorkerId(name) for name in account.roster]
     # What is written was settled: nobody may begin anew.
-    rounds = sum(isinstance(record, journal.RoundRecord) for record in history)
-    settled = max(rounds, int(any(isinstance(record, journal.FROM_WORKERS) for record in records)))
-    state = roster.resumed(charter.rules, term, charter.dead_after_s, now_s, era, names, settled)
-    rewinds = sum(isinstance(record, journal.RewindRecord) for record in records)
-    state = replace(state, checkpoints=checkpoints(history), rewinds=rewinds)
+    settled = max(account.tally.status.rounds, min(account.written, 1))
+    state = roster.resumed(charter.rules, term, charter.dead_after_s, now_s, account.era, names, settled)
+    state = replace(state, checkpoints=checkpoints(account), rewinds=account.rewinds)
     if rewind:
-        return Legacy(roster.rewound(state), history)
-    match records[-1]:
-        case journal.EndRecord(reason=reason, completed=completed, exit_status=status):
-            state = roster.ended(state, reason, completed=completed, exit_status=status)
-            return Legacy(state, history, Ended(reason, completed, status))
-        case _:
-            finishing = any(isinstance(record, journal.FinishingRecord) for record in history)
-            return Legacy(roster.finishing(state, now_s) if finishing else state, history)
+        return Legacy(roster.rewound(state))
+    end = account.end
+    if end is not None:
+        state = roster.ended(state, end.reason, completed=end.completed, exit_status=end.exit_status)
+        return Legacy(state, Ended(end.reason, end.completed, end.exit_status))
+    return Legacy(roster.finishing(state, now_s) if account.finishing else state)
 
 
-def checkpoints(history: Sequence[journal.Record]) -> tuple[str, ...]:
+def checkpoints(account: Account) -> tuple[str, ...]:
     """The names of those that exist, newest first."""
-    names = [record.name for record in reversed(history) if isinstance(record, journal.CheckpointRecord)]
-    return tuple(names[: members.CHECKPOINTS_KEPT])
+    return tuple(name for name, _ in account.checkpoints)

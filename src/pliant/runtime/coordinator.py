@@ -8,24 +8,44 @@ Source    ours; docs/protocol.md, docs/design/0007-elastic.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import assert_never
 
 from msgspec.structs import replace
 
 from pliant.control import messages
+from pliant.coordinator import state_file
+from pliant.coordinator.account import Account
 from pliant.core import events, journal, members, roster, slots
 from pliant.runtime import translation
 from pliant.runtime.bulletin import Bulletin
 from pliant.runtime.charter import Charter, checkpoints, inherited
 from pliant.runtime.connections import Connections, Peer
 from pliant.runtime.formation import Formation
+from pliant.runtime.journaling import go_back
 from pliant.runtime.recording import Journal, Recorder
 from pliant.runtime.status import Status
 from pliant.types import WorkerId
 
 STATUS_EVERY_S = 0.2
 """How often launchers are told how the run is getting on."""
+
+KEEP_EVERY_S = 5.0
+"""How often the state file is written: so much of the journal a new coordinator has to read."""
+
+KEEP_BYTES = 1 << 20
+"""Nor more than about this much of a fast run's."""
+
+KEEP_SHARE = 100.0
+"""It is written less often where that takes long: a script may have made a hundred thousand calls."""
+
+GAP_PATIENCE_S = 10.0
+"""Beyond ``dead_after``: then nobody is left who may still send what is missing."""
+
+INCOMPLETE = "the journal is incomplete"
+
+INCOMPLETE_EXIT = 4
+"""Exit status of a run that went well, but whose journal does not prove it: a part of it was lost."""
 
 END_PATIENCE_S = 60.0
 """How long a run that is over waits for its journal to be whole."""
@@ -42,7 +62,7 @@ class Coordinator:
         started_unix_s: float,
         *,
         term: int = 1,
-        records: Sequence[journal.Record] | None = None,
+        account: Account | None = None,
         rewind: bool = False,
     ) -> None:
         now_s = clock()
@@ -50,28 +70,39 @@ class Coordinator:
         self.end: events.Ended | None = None
         """how the run ended; None while it goes on"""
         self._clock = clock
-        self._bulletin = Bulletin(charter.job, term, started_unix_s - now_s)
-        self._recorder = Recorder(journal_file, now_s, records or ())
+        self._account = account or Account(charter.job, term)
+        """what is written, or waits to be"""
+        self._bulletin = Bulletin(self._account, started_unix_s - now_s)
+        self._recorder = Recorder(journal_file, now_s, self._account.written)
         self._workers = Connections[WorkerId]()
         self._agents = Connections[events.AgentId]()
         self._formation = Formation(self._workers)
         self._ending: tuple[events.Ended, float] | None = None
         """the end that waits for the journal, and until when"""
         self._shown_s = now_s
-        if records is None:
+        self._beats: list[tuple[events.Beaten, float]] = []
+        """signs of life since the last event: they are taken together with the next one, a tick at the latest"""
+        self._kept_s, self._keeping_s = now_s - KEEP_EVERY_S, 0.0
+        """when the state file was written, and how long that took"""
+        self._kept_size = 0
+        if account is None:
             self._state = roster.gathered(charter.rules, term, charter.dead_after_s, now_s)
             self._write([charter.record(started_unix_s)])
         else:
-            legacy = inherited(charter, records, term, now_s, rewind=rewind)
+            account.begin_term(charter.job, term, now_s, rewind=rewind)
+            legacy = inherited(charter, account, term, now_s, rewind=rewind)
             self._state, self.end = legacy.state, legacy.end
-            self._bulletin.tally.resume(legacy.history, now_s)
+            if self.end is None:
+                # Nobody knows what the lost one has waited for.
+                self._recorder.sync_now()
+                self._keep(now_s)
 
     @classmethod
     def resumed(
         cls,
         charter: Charter,
         journal_file: Journal,
-        records: Sequence[journal.Record],
+        account: Account,
         term: int,
         clock: Callable[[], float],
         started_unix_s: float,
@@ -79,20 +110,27 @@ class Coordinator:
         rewind: bool = False,
     ) -> Coordinator:
         """One that takes a lost one's place, with what that one had written; ``rewind``: nobody else is left either."""
-        return cls(charter, journal_file, clock, started_unix_s, term=term, records=records, rewind=rewind)
+        return cls(charter, journal_file, clock, started_unix_s, term=term, account=account, rewind=rewind)
 
     # events
 
     def handle(self, event: events.Event, now_s: float) -> None:
         """Take one event and carry out what follows from it."""
-        self._state, effects = roster.advance(self._state, event, now_s)
+        # In their order: a sign of life says nothing against what was said after it.
+        beats, self._beats = self._beats, []
+        self._state, effects = roster.advance(roster.heard(self._state, beats), event, now_s)
         for effect in effects:
             self._carry_out(effect, now_s)
-        if effects or isinstance(event, events.Tick):
-            self._bulletin.describe(self._state)
         if isinstance(event, events.Tick):
+            self._formation.flush()
             self._note(self._recorder.flush(now_s), now_s)
-            self._name_checkpoints()
+            if self.end is None:
+                self._note(self._recorder.mend(now_s), now_s)
+            self._recorder.sync(now_s)
+            self._mind_the_gap(now_s)
+            self._name_checkpoints(now_s)
+            if self.end is None and self._is_to_be_kept(now_s):
+                self._keep(now_s)
             if self._ending is not None:
                 self._end_if_written(*self._ending, now_s)
             self._bulletin.tally.tick(now_s)
@@ -170,6 +208,7 @@ class Coordinator:
 
     def status(self) -> bytes:
         """The run's status as JSON."""
+        self._bulletin.describe(self._state)
         return self._bulletin.status()
 
     def happenings(self) -> bytes:
@@ -178,11 +217,13 @@ class Coordinator:
 
     def figures(self) -> Mapping[str, float]:
         """The run's numbers for its metrics."""
+        self._bulletin.describe(self._state)
         return self._bulletin.figures()
 
     @property
     def current(self) -> Status:
         """The run's status; the same object until the run goes back to a checkpoint."""
+        self._bulletin.describe(self._state)
         return self._bulletin.current
 
     @property
@@ -214,9 +255,10 @@ class Coordinator:
                 self._bulletin.tally.plan(epochs, samples)
             case messages.Saved():
                 self._recorder.save(message)
-                self._name_checkpoints()
             case messages.Hello():
                 pass
+            case messages.Beat():
+                self._beats.append((translation.beat(worker, message), now_s))
             case _:
                 self.handle(translation.event(worker, message, self._bulletin.tally.calls), now_s)
 
@@ -230,40 +272,65 @@ class Coordinator:
             # Lines leave a worker when everybody has settled an exchange: there is a state that a new start would lose.
             self._state = replace(self._state, settled=max(self._state.settled, 1))
         self._write(taken)
-        self._name_checkpoints()
 
     def _write(self, records: list[journal.Record]) -> None:
-        if self.current.ended is not None or not records:
+        if self._bulletin.current.ended is not None or not records:
             return
         now_s = self._clock()
         self._note(self._recorder.write(records, now_s), now_s)
         for record in records:
             if isinstance(record, journal.RewindRecord):
-                # The figures are made anew from everything that is written, what comes behind it included.
-                self._rewind(record, now_s)
-                break
+                go_back(self._account, record, self._recorder.since)
             for note in self._bulletin.add(record, now_s):
                 self._note(note, now_s)
+            if isinstance(record, journal.RewindRecord):
+                self._state = replace(self._state, checkpoints=checkpoints(self._account))
+                text = f"going on from checkpoint {record.name}, after {self._bulletin.current.rounds} rounds"
+                self._note(events.Note("rewound", text), now_s)
+        if any(isinstance(record, journal.EraRecord | journal.RewindRecord) for record in records):
+            self._keep(now_s)
 
-    def _rewind(self, record: journal.RewindRecord, now_s: float) -> None:
-        """The run has gone back."""
-        history = self._recorder.history()
-        self._bulletin.rewind(history, now_s)
-        self._state = replace(self._state, checkpoints=checkpoints(history))
-        text = f"going on from checkpoint {record.name}, after {self.current.rounds} rounds"
-        self._note(events.Note("rewound", text), now_s)
-
-    def _name_checkpoints(self) -> None:
-        """Checkpoints exist from here on, where the disk has everything that leads to them."""
+    def _name_checkpoints(self, now_s: float) -> None:
+        """Checkpoints exist from here on, where the disk keeps everything that leads to them."""
         due = self._recorder.checkpoints_due()
+        if not due:
+            return
         known = self._state.checkpoints
         for saved in due:
             if saved.name not in known:
                 self._write([journal.CheckpointRecord(saved.name, saved.records, saved.round)])
                 known = (saved.name, *known)[: members.CHECKPOINTS_KEPT]
-        if due:
-            self._state = replace(self._state, checkpoints=known)
-            self._send_members(messages.Named(list(known)))
+        # Older ones are removed because of this: it must not be forgotten.
+        self._recorder.sync_now()
+        self._state = replace(self._state, checkpoints=known)
+        self._send_members(messages.Named(list(known)))
+        self._keep(now_s)
+
+    def _mind_the_gap(self, now_s: float) -> None:
+        """Ask for records that are missing; go on without those that nobody has."""
+        first = self._recorder.gap(now_s)
+        if first is not None:
+            self._send_members(messages.Again(first))
+        found = self._recorder.missing(now_s, self._state.dead_after_s + GAP_PATIENCE_S)
+        if found:
+            text = f"{INCOMPLETE}: records that the workers have forgotten are not on disk; training goes on"
+            self._note(events.Note("journal", text), now_s)
+            self._write(found)
+
+    def _is_to_be_kept(self, now_s: float) -> bool:
+        since_s = now_s - self._kept_s
+        grown = self._recorder.place.size - self._kept_size
+        return since_s >= KEEP_SHARE * self._keeping_s and (since_s >= KEEP_EVERY_S or grown >= KEEP_BYTES)
+
+    def _keep(self, now_s: float) -> None:
+        """Write down what a coordinator that takes this one's place needs."""
+        if not self._recorder.is_whole:
+            return
+        began_s = self._clock()
+        place = self._recorder.place
+        self._account.bookmark(place)
+        self._recorder.keep(state_file.encoded(self._account.saved(place)))
+        self._kept_s, self._kept_size, self._keeping_s = now_s, place.size, self._clock() - began_s
 
     # effects
 
@@ -324,7 +391,7 @@ class Coordinator:
             worker=worker,
             term=self._state.term,
             dead_after_s=self._state.dead_after_s,
-            written=self._recorder.on_disk,
+            written=self._recorder.acknowledged,
             running=running,
             past=list(self._bulletin.tally.past) if self._knows_past() else [],
             rewinds=self._state.rewinds,
@@ -352,9 +419,9 @@ class Coordinator:
             case events.StartEra():
                 if effect.checkpoints:
                     self._recorder.forget_early()
-                message = translation.started(effect, term, self._recorder.known, self._recorder.last_round)
+                message = translation.started(effect, term, self._recorder.known, self._account.last_round)
         self._formation.invite(message, effect)
-        self._acknowledge(self._clock())
+        self._acknowledge()
 
     def _enroll(self, effect: events.Enroll, now_s: float) -> None:
         peer = self._agents.at(effect.peer)
@@ -374,7 +441,14 @@ class Coordinator:
             self._agents.send_all(messages.Note(text))
 
     def _end(self, end: events.Ended) -> None:
-        self._write([journal.EndRecord(end.reason, end.completed, end.exit_status)])
+        # What is not there by now does not come.
+        self._write(self._recorder.missing(self._clock(), 0.0))
+        if self._account.missing:
+            end = events.Ended(f"{end.reason}, but {INCOMPLETE}", end.completed, end.exit_status or INCOMPLETE_EXIT)
+        status = self._bulletin.current
+        self._write(
+            [journal.EndRecord(end.reason, end.completed, end.exit_status, status.rounds, status.samples_total)]
+        )
         now_s = self._clock()
         self._end_if_written(end, now_s + END_PATIENCE_S, now_s)
 
@@ -384,12 +458,12 @@ class Coordinator:
             if now_s < until_s:
                 self._ending = end, until_s
                 return
-            end = events.Ended(
-                f"{end.reason}; its journal could not be written to the end", False, end.exit_status or 1
-            )
+            reason = f"{end.reason}; its journal could not be written to the end"
+            end = events.Ended(reason, False, end.exit_status or INCOMPLETE_EXIT)
+        self._recorder.sync_now()
+        self._keep(now_s)
         self._recorder.close()
         self.end, self._ending = end, None
-        self._bulletin.describe(self._state)
         for peer in self._agents.introduced():
             self._send_over(peer, end)
 
@@ -400,15 +474,15 @@ class Coordinator:
     # what is told now and then
 
     def _tell(self, now_s: float) -> None:
-        if self._recorder.is_news(now_s):
-            self._acknowledge(now_s)
+        if self._recorder.is_news:
+            self._acknowledge()
         if now_s - self._shown_s >= STATUS_EVERY_S and self.end is None:
             self._shown_s = now_s
             self._agents.send_all(messages.StatusUpdate(self.status()))
 
-    def _acknowledge(self, now_s: float) -> None:
+    def _acknowledge(self) -> None:
         """Tell all members what is on disk."""
-        self._send_members(self._recorder.acknowledged(now_s))
+        self._send_members(self._recorder.told())
 
-    def _send_members(self, message: messages.Written | messages.Named) -> None:
+    def _send_members(self, message: messages.Written | messages.Again | messages.Named) -> None:
         self._workers.send(message, [worker.name for worker, _ in members.members_of(self._state)])

@@ -20,12 +20,15 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pliant.control.app import application
 from pliant.control.gate import Gate
 from pliant.control.port import Server
-from pliant.core import events
+from pliant.coordinator.account import Account
+from pliant.coordinator.antechamber import Antechamber
+from pliant.core import events, journal
 from pliant.errors import UsageError
 from pliant.runtime.charter import Charter
 from pliant.runtime.coordinator import Coordinator
@@ -39,6 +42,9 @@ FAREWELL_S = 1.0
 
 WRITE_AGAIN_S = 0.5
 """How often a coordinator that takes a lost one's place tries a disk that is full."""
+
+HOLD_EVERY_S = 1.0
+"""How often whoever has to wait is told so: it would give up otherwise."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """What may pass: somebody makes room."""
@@ -57,20 +63,28 @@ async def serve(
     repeat: bool = False,
     on_ready: Callable[[], None] | None = None,
     tls: ssl.SSLContext | None = None,
+    least_term: int = 0,
 ) -> events.Ended:
     """Coordinate the run in ``directory`` until it is over; ``repeat``: if it is over, tell those who ask.
 
-    ``rewind``: everybody was lost, its launcher included, and it goes on from its last checkpoint.
+    ``rewind``: everybody was lost, its launcher included, and it goes on from its last checkpoint. ``least_term``: that
+    of a coordinator that is known to have been there, whatever the directory says.
     """
-    with _locked(directory), contextlib.ExitStack() as stack:
-        coordinator, journal_file = await _begun(charter, directory, resume, repeat, rewind)
-        stack.callback(journal_file.close)
+    with _Lock(directory) as lock, contextlib.ExitStack() as stack:
         gate = Gate(_logged)
-        server = Server(application(coordinator, token, gate), gate, tls)
+        hall = Antechamber()
+        server = Server(application(hall, token, gate), gate, tls)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         terminated = asyncio.Event()
         with _signals(terminated):
             try:
+                coordinator, journal_file = await _begun(
+                    charter, directory, resume, repeat, rewind, hall.hold, least_term
+                )
+                stack.callback(journal_file.close)
+                term = coordinator.state.term
+                journal_file.mended = lambda: (_write_term(directory, term), lock.renew())[1]
+                hall.lead_on(coordinator)
                 return await _followed(coordinator, server, serving, terminated, on_ready)
             finally:
                 server.should_exit = True
@@ -78,13 +92,28 @@ async def serve(
 
 
 async def _begun(
-    charter: Charter, directory: Path, resume: bool, repeat: bool, rewind: bool
+    charter: Charter,
+    directory: Path,
+    resume: bool,
+    repeat: bool,
+    rewind: bool,
+    hold: Callable[[], None] = lambda: None,
+    least_term: int = 0,
 ) -> tuple[Coordinator, JournalFile]:
-    """The coordinator; one that takes a lost one's place waits for a disk that is full: the workers train meanwhile."""
+    """The coordinator; one that takes a lost one's place waits for a disk that is full: the workers train meanwhile.
+
+    ``hold`` is called while whoever comes has to wait.
+    """
     told = False
     while True:
+        # Reading a long journal takes its time; whoever comes is answered meanwhile.
+        beginning = asyncio.ensure_future(
+            asyncio.to_thread(_coordinator, charter, directory, resume, repeat, rewind, least_term)
+        )
         try:
-            return _coordinator(charter, directory, resume, repeat, rewind)
+            while not (await asyncio.wait([beginning], timeout=HOLD_EVERY_S))[0]:
+                hold()
+            return beginning.result()
         except OSError as error:
             if not resume or error.errno not in NO_ROOM:
                 raise
@@ -93,28 +122,49 @@ async def _begun(
                     print(f"cannot write to {directory}: {error.strerror}; waiting", file=sys.stderr, flush=True)
                 told = True
             await asyncio.sleep(WRITE_AGAIN_S)
+            hold()
 
 
 def _coordinator(
-    charter: Charter, directory: Path, resume: bool, repeat: bool, rewind: bool = False
+    charter: Charter, directory: Path, resume: bool, repeat: bool, rewind: bool = False, least_term: int = 0
 ) -> tuple[Coordinator, JournalFile]:
     path = directory / JOURNAL
+    disk = Background()
     if not resume:
-        journal_file = JournalFile(path)
-        term = _raised_term(directory)
+        journal_file = JournalFile(path, run=disk)
+        term = _raised_term(directory, least_term)
         return Coordinator(charter, journal_file, time.monotonic, time.time(), term=term), journal_file
     if not path.exists() or path.stat().st_size == 0:
-        # The lost one had not even begun.
         path.unlink(missing_ok=True)
-        return _coordinator(charter, directory, resume=False, repeat=False)
-    journal_file, records = JournalFile.reopened(path, ended=repeat)
+        if least_term == 0:
+            # The lost one had not even begun.
+            return _coordinator(charter, directory, resume=False, repeat=False)
+        journal_file, account = JournalFile(path, run=disk), Account(charter.job)
+        lost = journal.GapRecord(0, 0, "the run directory was lost with all that was written")
+        for record in (charter.record(time.time()), lost):
+            journal_file.append([record])
+            account.add(record, None)
+    else:
+        journal_file, account = JournalFile.reopened(path, ended=repeat, run=disk)
     try:
-        term = _raised_term(directory)
+        term = _raised_term(directory, least_term)
     except OSError:
         journal_file.close()
         raise
-    coordinator = Coordinator.resumed(charter, journal_file, records, term, time.monotonic, time.time(), rewind=rewind)
+    coordinator = Coordinator.resumed(charter, journal_file, account, term, time.monotonic, time.time(), rewind=rewind)
     return coordinator, journal_file
+
+
+class Background:
+    """Does what waits for the disk in one thread, in order, so that nobody is kept waiting by a slow one."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+
+    def __call__(self, work: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "pliant-disk")
+        self._thread.submit(work)
 
 
 async def _followed(
@@ -167,33 +217,50 @@ def _signals(terminated: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Hold the run directory; the system lets go of it when this process ends, however it does."""
-    descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+class _Lock:
+    """Holds the run directory; the system lets go of it when this process ends, however it does."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._descriptor = -1
+
+    def __enter__(self) -> _Lock:
+        descriptor = os.open(self._directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise UsageError(f"the coordinator of the run in {directory} is alive; it needs no other") from error
-        yield
-    finally:
-        os.close(descriptor)
+            os.close(descriptor)
+            raise UsageError(f"the coordinator of the run in {self._directory} is alive; it needs no other") from error
+        self._descriptor = descriptor
+        return self
+
+    def renew(self) -> None:
+        """Hold a directory that was made again."""
+        before = self._descriptor
+        self.__enter__()
+        os.close(before)
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
 
 
-def _raised_term(directory: Path) -> int:
-    """The number of this coordinator, on disk before it is used."""
+def _raised_term(directory: Path, least: int) -> int:
+    """The number of this coordinator, on disk before it is used; higher than any that is known to have been there."""
     path = directory / TERM
     try:
-        term = int(path.read_text()) + 1
+        term = max(int(path.read_text()), least) + 1
     except FileNotFoundError:
-        term = 1
+        term = least + 1
     except ValueError as error:
         raise UsageError(f"{path} is damaged: it must hold a whole number") from error
+    _write_term(directory, term)
+    return term
+
+
+def _write_term(directory: Path, term: int) -> None:
     fresh = directory / f"{TERM}.new"
     with fresh.open("w") as file:
         file.write(f"{term}\n")
         file.flush()
         os.fsync(file.fileno())
-    fresh.replace(path)
-    return term
+    fresh.replace(directory / TERM)

@@ -20,6 +20,7 @@ from pliant.core.journal import (
     EraRecord,
     ExchangeRecord,
     FinishingRecord,
+    GapRecord,
     PhaseEndRecord,
     PhaseRecord,
     PolicyRecord,
@@ -93,12 +94,33 @@ class Status(msgspec.Struct):
         return self.task == "evaluate"
 
 
+class MadeCall(msgspec.Struct, frozen=True, array_like=True):
+    """A top-level call of ``batches`` or ``evaluate``."""
+
+    task: str
+    length: int
+
+
+class Figures(msgspec.Struct):
+    """What a ``Tally`` has to know to go on."""
+
+    status: Status
+    calls: list[MadeCall]
+    past: list[Past]
+    open_phases: list[PhaseRecord]
+    roster: list[str]
+    recorded_era: int
+    phase_rounds: int
+    phase_samples: list[int]
+    began: bool
+
+
 class Tally:
     """Keeps a ``Status`` up to date."""
 
     def __init__(self, job: str, term: int = 1) -> None:
         self.status = Status(job=job, term=term)
-        self.calls: list[PhaseRecord] = []
+        self.calls: list[MadeCall] = []
         """top-level calls so far, in their order; the last one may be open"""
         self.past: list[Past] = []
         """those that are over"""
@@ -128,10 +150,41 @@ class Tally:
         row = self._row(slot)
         row.name, row.state, row.restarts = worker, state, restarts
 
-    def resume(self, records: Iterable[Record], now_s: float) -> None:
-        """Take in what an earlier coordinator has written."""
+    def figures(self) -> Figures:
+        """What another one has to know to go on."""
+        # The lists are those in use: they are written down before anything is added.
+        return Figures(
+            self.status,
+            self.calls,
+            self.past,
+            self._open_phases,
+            self.roster,
+            self.recorded_era,
+            self._phase_rounds,
+            self._phase_samples,
+            self._began_s is not None,
+        )
+
+    @classmethod
+    def restored(cls, figures: Figures) -> Tally:
+        """One that goes on with what another one has known; the figures are its own from here on."""
+        tally = cls(figures.status.job, figures.status.term)
+        tally.status = figures.status
+        tally._rows = {row.slot: row for row in figures.status.workers}
+        tally.calls, tally.past, tally._open_phases = figures.calls, figures.past, figures.open_phases
+        tally.roster, tally.recorded_era = figures.roster, figures.recorded_era
+        tally._phase_rounds, tally._phase_samples = figures.phase_rounds, figures.phase_samples
+        tally._began_s = 0.0 if figures.began else None
+        tally._forget_recent()
+        return tally
+
+    def resume(self, records: Iterable[Record], now_s: float | None) -> None:
+        """Take in what an earlier coordinator has written. With a time: what depends on it begins here."""
         for record in records:
-            self.add(record, now_s - WINDOW_S)
+            self.add(record, None)
+        self.status.samples_per_s, self.status.eta_s = 0.0, None
+        if now_s is None:
+            return
         for row in self.status.workers:
             # Who is still there is described anew.
             row.state = "ended"
@@ -139,11 +192,11 @@ class Tally:
         self._began_s = now_s if self._began_s is not None else None
         self._began_at = self._done()[0]
 
-    def add(self, record: Record, now_s: float) -> None:
-        """Take in one journal record."""
+    def add(self, record: Record, now_s: float | None) -> None:
+        """Take in one journal record; without a time it says nothing about speeds."""
         status = self.status
         match record:
-            case RunRecord() | PolicyRecord() | CheckpointRecord() | RewindRecord() | FinishingRecord():
+            case RunRecord() | PolicyRecord() | CheckpointRecord() | RewindRecord() | FinishingRecord() | GapRecord():
                 pass
             case EraRecord(era=era, roster=roster):
                 status.era, status.eras, self.roster = max(status.era, era), status.eras + 1, roster
@@ -199,20 +252,20 @@ class Tally:
             if not self._open_phases and not phase.inner:
                 self.past.append(Past(phase.task, phase.epoch, result, results))
 
-    def _open(self, record: PhaseRecord, now_s: float) -> None:
+    def _open(self, record: PhaseRecord, now_s: float | None) -> None:
         if not self._open_phases and not record.inner:
-            self.calls.append(record)
+            self.calls.append(MadeCall(record.task, record.length))
         self._open_phases.append(record)
         self.status.task = record.task
         if record.task != "train":
             return
         self.status.epoch = record.epoch
         if self._began_s is None:
-            self._began_s = now_s
+            self._began_s = now_s or 0.0
         self.status.epoch_done, self.status.epoch_length = 0, record.limit
         self._phase_rounds, self._phase_samples = 0, [0] * len(self.roster)
 
-    def _round(self, record: RoundRecord, now_s: float) -> None:
+    def _round(self, record: RoundRecord, now_s: float | None) -> None:
         status = self.status
         self._spend(record.tickets)
         samples = [ticket.samples for ticket in record.tickets]
@@ -226,10 +279,11 @@ class Tally:
         status.samples_total = record.samples_total
         status.epoch_done += record.batch
         status.skipped += record.skipped
-        busy_s = [ticket.busy_s for ticket in record.tickets]
-        self._recent.append((now_s, record.batch, samples, busy_s))
-        self._recent_samples = [a + b for a, b in zip(self._recent_samples, samples, strict=False)]
-        self._recent_busy_s = [a + b for a, b in zip(self._recent_busy_s, busy_s, strict=False)]
+        if now_s is not None:
+            busy_s = [ticket.busy_s for ticket in record.tickets]
+            self._recent.append((now_s, record.batch, samples, busy_s))
+            self._recent_samples = [a + b for a, b in zip(self._recent_samples, samples, strict=False)]
+            self._recent_busy_s = [a + b for a, b in zip(self._recent_busy_s, busy_s, strict=False)]
         self._measure(samples)
 
     def _spend(self, tickets: list[TicketLine]) -> None:

@@ -13,8 +13,9 @@ from typing import assert_never
 
 from pliant.control import messages
 from pliant.core import events, members
-from pliant.core.journal import DriftLine, PhaseRecord, RoundRecord
+from pliant.core.journal import DriftLine, RoundRecord
 from pliant.core.terms import Terms
+from pliant.runtime.status import MadeCall
 from pliant.types import WorkerId
 
 TEXT_LENGTH = 2000
@@ -86,13 +87,11 @@ def drifted(drift: DriftLine, roster: Sequence[str]) -> list[tuple[str, str]]:
     ]
 
 
-def event(worker: WorkerId, message: messages.FromWorker, calls: Sequence[PhaseRecord]) -> events.OfWorker:
+def event(worker: WorkerId, message: messages.FromWorker, calls: Sequence[MadeCall]) -> events.OfWorker:
     """What a member says about itself; ``calls`` are those that the group has made."""
     match message:
         case messages.Ready():
             return _offer(worker, message, calls)
-        case messages.Beat():
-            return _beaten(worker, message)
         case messages.Leaving(reason=reason):
             return events.Leaving(worker, first_line(reason))
         case messages.Stopped(era=era, exchange=exchange, active=active, failed=failed, whole=whole):
@@ -105,30 +104,32 @@ def event(worker: WorkerId, message: messages.FromWorker, calls: Sequence[PhaseR
             return events.Failed(worker, first_line(reason) or "no reason given", fatal, own)
         case messages.Finished(left=left):
             return events.Finished(worker, left)
-        case messages.Hello() | messages.Put() | messages.Lines() | messages.Plan() | messages.Saved():
+        case (
+            messages.Hello() | messages.Put() | messages.Lines() | messages.Plan() | messages.Saved() | messages.Beat()
+        ):
             raise AssertionError("not an event of the roster")
         case _:
             assert_never(message)
 
 
-def _beaten(worker: WorkerId, beat: messages.Beat) -> events.Beaten:
-    """Times are a worker's own word: what is no number counts as nothing."""
+def beat(worker: WorkerId, m: messages.Beat) -> events.Beaten:
+    """A sign of life. Times are a worker's own word: what is no number counts as nothing."""
     lasts_s, expected_s, pace, handoff_s = (
         value if 0.0 <= value < math.inf else 0.0
-        for value in (beat.lasts_s, beat.expected_s, beat.pace, beat.handoff_s)
+        for value in (m.lasts_s, m.expected_s, m.pace, m.handoff_s)
     )
     return events.Beaten(
         worker,
-        beat.round,
-        beat.progress,
-        beat.waiting,
-        beat.usual_s,
-        beat.active,
-        beat.era,
-        beat.exchange,
+        m.round,
+        m.progress,
+        m.waiting,
+        m.usual_s,
+        m.active,
+        m.era,
+        m.exchange,
         lasts_s,
-        beat.ending,
-        first_line(beat.busy)[:_BUSY_LETTERS],
+        m.ending,
+        first_line(m.busy)[:_BUSY_LETTERS],
         expected_s,
         pace,
         handoff_s,
@@ -144,7 +145,7 @@ def _seconds(ready: messages.Ready, name: str, least_s: float) -> float | None:
     return given_s if given_s >= least_s else None
 
 
-def _offer(worker: WorkerId, ready: messages.Ready, calls: Sequence[PhaseRecord]) -> events.Offered:
+def _offer(worker: WorkerId, ready: messages.Ready, calls: Sequence[MadeCall]) -> events.Offered:
     length: int | None = None
     recorded: int | None = None
     call = ready.call

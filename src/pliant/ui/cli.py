@@ -165,23 +165,21 @@ def audit(
         typer.Option("--quick", help="Samples and sums only; the decisions are not made again. Ten times as fast."),
     ] = False,
 ) -> None:
-    """Prove that each sample was used once per epoch, or say which were not."""
-    from pliant.core.audit import audit as audited
-    from pliant.runtime.journaling import history
+    """Prove that each sample was used once per epoch, or say which were not.
+
+    Exit status: 0 proved to the end, 1 something is wrong, 3 nothing is wrong but the journal was not closed.
+    """
+    from pliant.ui import auditing
 
     path = path / "journal.jsonl" if path.is_dir() else path
     if not path.is_file():
         raise UsageError(f"no journal at {path}; it is journal.jsonl in the run's directory")
-    report = audited(history(path), replay=not quick)
+    report = auditing.audited(path, quick=quick)
     if as_json:
         print(json.dumps({"problems": report.problems, **report.summary}))
     else:
-        for name, value in report.summary.items():
-            print(f"{name.replace('_', ' ')}: {value}")
-        for problem in report.problems:
-            print(f"problem: {problem}")
-        print("every sample is accounted for" if not report.problems else f"{len(report.problems)} problems")
-    raise typer.Exit(1 if report.problems else 0)
+        print("\n".join(auditing.text(report)))
+    raise typer.Exit(auditing.status(report))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -226,7 +224,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show how a run is getting on."""
-    answer = asking.get(asking.found(directory, address, token_file, tls_ca), "/status")
+    answer = _asked("/status", directory, address, token_file, tls_ca)
     if as_json:
         print(answer.decode())
         return
@@ -276,10 +274,10 @@ def events(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over.")] = False,
 ) -> None:
     """Show what happened to a run's workers."""
-    access = asking.found(directory, address, token_file, tls_ca)
-    shown = _show_events(json.loads(asking.get(access, "/events")), [])
+    shown = _show_events(json.loads(_asked("/events", directory, address, token_file, tls_ca)), [])
     while follow:
         time.sleep(FOLLOW_S)
+        access = asking.found(directory, address, token_file, tls_ca)
         try:
             shown = _show_events(json.loads(asking.get(access, "/events")), shown)
         except RunEnded:
@@ -313,11 +311,25 @@ def demo() -> None:
     raise typer.Exit(show())
 
 
+def _asked(path: str, directory: Path | None, address: str, token_file: Path | None, authority: Path | None) -> bytes:
+    """What the coordinator answers; of a run that is over, what its journal says."""
+    from pliant.ui import afterwards
+
+    try:
+        return asking.get(asking.found(directory, address, token_file, authority), path)
+    except RunEnded:
+        told = None if address else afterwards.told(path, directory or local.newest())
+        if told is None:
+            raise
+        return told
+
+
 def _show_events(found: list[dict[str, Any]], shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Print those not shown yet; the coordinator keeps only the last ones, so their number says nothing."""
     for event in found:
         if event not in shown:
-            clock = time.strftime("%H:%M:%S", time.localtime(event["unix_s"]))
+            # The journal of a run that is over does not say when.
+            clock = time.strftime("%H:%M:%S", time.localtime(event["unix_s"])) if event["unix_s"] else "        "
             print(f"{clock}  {event['kind']:<10} {event['worker']:<6} {event['text']}", flush=True)
     return found
 

@@ -70,7 +70,7 @@ class Line:
 
     def put(self, attempt: int, key: str, value: bytes) -> None:
         for line in list(self.office.lines.values()):
-            line.mailbox.take(Push(attempt, key, value))
+            line.mailbox.take(Push(attempt, {key: value}))
 
     def get(self, attempt: int, key: str, timeout_s: float) -> bytes:
         return self.mailbox.key(attempt, key, timeout_s)

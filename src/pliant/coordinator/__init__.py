@@ -1,0 +1,1 @@
+"""The coordinator's process: what it keeps of a run, and where."""

@@ -1,0 +1,92 @@
+"""Where whoever comes waits for a coordinator that has not begun yet.
+
+Question  What is said to workers, launchers and people while a coordinator still reads the journal?
+Holds     Nothing that was said is lost: the coordinator hears it in the same order. Who waits is told so now and then.
+Source    ours; docs/design/0020-coordinator-at-scale.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from pliant.control.app import Desk, Peer
+from pliant.control.messages import FromAgent, FromWorker, Hold
+
+READING = 503, "the coordinator still reads the journal; try again in a moment"
+
+
+class Antechamber:
+    """The ``Desk`` of ``control.app`` until there is another."""
+
+    def __init__(self) -> None:
+        self._desk: Desk | None = None
+        self._said: list[Callable[[Desk], None]] = []
+        self._waiting: dict[int, Peer] = {}
+
+    def hold(self) -> None:
+        """Tell those who wait that somebody is there."""
+        for peer in self._waiting.values():
+            peer.send(Hold())
+
+    def lead_on(self, desk: Desk) -> None:
+        """Here is who they wait for."""
+        self._desk = desk
+        said, self._said, self._waiting = self._said, [], {}
+        for tell in said:
+            tell(desk)
+
+    def _say(self, tell: Callable[[Desk], None]) -> None:
+        if self._desk is not None:
+            tell(self._desk)
+        else:
+            self._said.append(tell)
+
+    def connected(self, peer: Peer) -> None:
+        """A worker."""
+        self._waiting[peer.number] = peer
+        self._say(lambda desk: desk.connected(peer))
+
+    def received(self, peer: Peer, message: FromWorker) -> None:
+        """A worker's message."""
+        self._say(lambda desk: desk.received(peer, message))
+
+    def closed(self, peer: Peer) -> None:
+        """A worker has gone."""
+        self._waiting.pop(peer.number, None)
+        self._say(lambda desk: desk.closed(peer))
+
+    def agent_connected(self, peer: Peer) -> None:
+        """A launcher."""
+        self._waiting[peer.number] = peer
+        self._say(lambda desk: desk.agent_connected(peer))
+
+    def agent_received(self, peer: Peer, message: FromAgent) -> None:
+        """A launcher's message."""
+        self._say(lambda desk: desk.agent_received(peer, message))
+
+    def agent_closed(self, peer: Peer) -> None:
+        """A launcher has gone."""
+        self._waiting.pop(peer.number, None)
+        self._say(lambda desk: desk.agent_closed(peer))
+
+    # people
+
+    def status(self) -> bytes:
+        """Nothing is known yet."""
+        return self._desk.status() if self._desk is not None else b'{"job":""}'
+
+    def happenings(self) -> bytes:
+        """Nothing yet."""
+        return self._desk.happenings() if self._desk is not None else b"[]"
+
+    def figures(self) -> Mapping[str, float]:
+        """None yet."""
+        return self._desk.figures() if self._desk is not None else {}
+
+    def scale(self, workers: int) -> tuple[int, str]:
+        """Not now."""
+        return self._desk.scale(workers) if self._desk is not None else READING
+
+    def drain(self, worker: str) -> tuple[int, str]:
+        """Not now."""
+        return self._desk.drain(worker) if self._desk is not None else READING

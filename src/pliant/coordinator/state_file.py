@@ -1,0 +1,65 @@
+"""The file in which a coordinator keeps its account of the journal.
+
+Question  How does a coordinator that takes a lost one's place begin without reading days of journal?
+Holds     The file is replaced as a whole; one that is damaged, of another version or not of this journal counts as
+          missing. It never tells more than what is in the journal on disk: that was there before it.
+Source    ours; docs/design/0020-coordinator-at-scale.md.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from pliant.coordinator.account import VERSION, Saved
+from pliant.core import journal
+from pliant.errors import JournalError
+
+STATE = "state.json"
+
+
+class Storage(Protocol):
+    """Where the bytes are."""
+
+    def read(self) -> bytes: ...
+    def write(self, content: bytes) -> None: ...
+
+
+class StateFile:
+    """In a run directory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> bytes:
+        """Nothing, if there is none."""
+        try:
+            return self._path.read_bytes()
+        except OSError:
+            return b""
+
+    def write(self, content: bytes) -> None:
+        """Replace it; whatever happens, the old one or the new one is there."""
+        fresh = self._path.with_name(f"{self._path.name}.new")
+        with fresh.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(self._path)
+
+
+def encoded(saved: Saved) -> bytes:
+    """One line with its checksum, as in the journal."""
+    return journal.line(msgspec.json.encode(saved), 0)[0]
+
+
+def decoded(content: bytes) -> Saved | None:
+    """None for what is none, or is damaged."""
+    try:
+        saved = msgspec.json.decode(journal.unsealed(content, 0), type=Saved)
+    except (ValueError, RecursionError, JournalError):
+        return None
+    return saved if saved.version == VERSION else None
