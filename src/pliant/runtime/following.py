@@ -25,6 +25,7 @@ from pliant.runtime.lookout import Lookout
 from pliant.runtime.member import Member
 from pliant.runtime.work import Flight
 from pliant.worker.hooks import Hooks
+from pliant.worker.progress import At
 
 # Between two rounds in which nobody computes: all members leave, or wait for what they need.
 _NOBODY_S = 0.02
@@ -171,7 +172,7 @@ class Following:
         def goes_on() -> bool:
             if not eras.holds_up(1 + member.work.in_flight):
                 return True
-            self._lookout.progress(waiting=True)
+            self._lookout.progress(At.WAITING)
             self._pursue()
             return False
 

@@ -115,8 +115,7 @@ def event(worker: WorkerId, message: messages.FromWorker, calls: Sequence[MadeCa
 def beat(worker: WorkerId, m: messages.Beat) -> events.Beaten:
     """A sign of life. Times are a worker's own word: what is no number counts as nothing."""
     lasts_s, expected_s, pace, handoff_s = (
-        value if 0.0 <= value < math.inf else 0.0
-        for value in (m.lasts_s, m.expected_s, m.pace, m.handoff_s)
+        value if 0.0 <= value < math.inf else 0.0 for value in (m.lasts_s, m.expected_s, m.pace, m.handoff_s)
     )
     return events.Beaten(
         worker,
