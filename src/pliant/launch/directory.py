@@ -20,7 +20,6 @@ from pathlib import Path
 
 import msgspec
 
-from pliant.core import journal
 from pliant.errors import UsageError
 from pliant.proof import metrics_token
 
@@ -90,15 +89,13 @@ def expect_checkpoint(directory: Path | None) -> None:
     """A run goes on only if it is not over, and has something to go on from."""
     if directory is None:
         raise UsageError("--resume goes on with a run from its last checkpoint; give the run's directory with --dir")
-    try:
-        with (directory / JOURNAL).open("rb") as lines:
-            whole = (line for line in lines if line.endswith(b"\n"))
-            history = journal.effective(journal.read(whole))
-    except OSError as error:
-        raise UsageError(f"no journal at {directory / JOURNAL}: {error.strerror}; give a run's directory") from None
-    if history and isinstance(history[-1], journal.EndRecord) and history[-1].completed:
+    # Loaded here: only this needs it.
+    from pliant.runtime.journaling import JournalFile
+
+    account = JournalFile.looked_at(directory / JOURNAL)
+    if account.end is not None and account.end.completed:
         raise UsageError(f"the run in {directory} has come to its end; there is nothing to go on with")
-    if not any(isinstance(record, journal.CheckpointRecord) for record in history):
+    if not account.checkpoints:
         raise UsageError(
             f"the run in {directory} has no checkpoint to go on from; start another one, and give join a "
             "`checkpoint` directory"

@@ -230,6 +230,8 @@ def status(
         return
     current = msgspec.json.decode(answer, type=Status)
     print(f"{current.job}: {progress.line(current)}")
+    if current.ended is not None:
+        print(f"over: {current.ended}")
     table = Table("worker", "state", "samples", "samples/s", "busy s", "idle s", box=None)
     for worker in current.workers:
         figures = (f"{worker.samples:,}", f"{worker.pace:,.0f}", f"{worker.busy_s:.1f}", f"{worker.idle_s:.1f}")
