@@ -21,6 +21,7 @@ import msgspec
 from benchmarks.fuzz.mutation import DEEP, bent, deformed
 from benchmarks.fuzz.surface import Volley
 from pliant.control import messages as m
+from pliant.coordinator.account import account_of
 from pliant.core import events, journal, members
 from pliant.runtime.charter import Charter
 from pliant.runtime.coordinator import Coordinator
