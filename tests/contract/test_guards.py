@@ -402,6 +402,7 @@ def resolved(checkpoint: Any) -> settings.Settings:
         schedule_by="batch",
         seed=0,
         dead_after=5.0,
+        hung_after=600.0,
         checkpoint=checkpoint,
     )
 

@@ -704,7 +704,7 @@ def test_a_runs_directory_is_its_owners(tmp_path: Path, monkeypatch: pytest.Monk
     assert mode(run_directory.made(given, "train.py")) == 0o755
     assert mode(given / run_directory.LOGS) == 0o700
     opened(given / "w0.log").close()
-    weights.save(nn.Linear(2, 1), given / weights.FINAL, private=True)
+    weights.save(nn.Linear(2, 1), given / weights.FINAL, round_=1, private=True)
     for name in ("w0.log", weights.FINAL):
         assert mode(given / name) == 0o600, name
 

@@ -95,6 +95,7 @@ def judged(state: Roster, now_s: float) -> Step:
     effects: tuple[Effect, ...] = ()
     if not isinstance(state.stage, Gathering | Running | Finishing) or now_s < state.patient_until_s:
         return state, ()
+    others = slowness.others(state)
     for worker in state.workers:
         match worker.line, worker.standing:
             case Cut(since_s=since_s), standing:
@@ -103,14 +104,16 @@ def judged(state: Roster, now_s: float) -> Step:
                 if confirmed or now_s - since_s >= RECONNECT_S:
                     state, more = lose(state, worker, "was lost (its connection closed)", now_s)
             case Connected(), Member() as member:
-                state, more = _watched(state, worker, member, now_s)
+                state, more = _watched(state, others, worker, member, now_s)
             case Connected(peer=peer), Departing(since_s=since_s) if now_s - since_s > state.dead_after_s:
                 # It has not heard that its last era is over: the others went before it could see that.
                 state, more = lose(state, replace(worker, line=Cut(now_s)), "left", now_s)
                 more += (Dismiss(peer, "its last era is over", completed=True),)
             case _:
                 more = ()
-        effects += more
+        if more:
+            others = slowness.others(state)
+            effects += more
     for slot in state.slots:
         if slot.away is not None and now_s > slot.away.kill_s:
             state = with_slot(state, replace(slot, away=None))
@@ -118,12 +121,12 @@ def judged(state: Roster, now_s: float) -> Step:
     return state, effects
 
 
-def _watched(state: Roster, worker: Worker, member: Member, now_s: float) -> Step:
+def _watched(state: Roster, others: slowness.Others, worker: Worker, member: Member, now_s: float) -> Step:
     if now_s - worker.heard_s > state.dead_after_s:
         what = f"was lost (no sign of life for {state.dead_after_s:g} s)"
         return lose(state, worker, what, now_s, away=Away(now_s, now_s + ASLEEP_S))
     lasts_s = now_s - member.progress_s
-    match slowness.judged(state, worker, member, now_s):
+    match slowness.judged(state, others, member, now_s):
         case slowness.Verdict.HUNG:
             what = f"was lost (hung: no progress for {lasts_s:.0f} s while others wait)"
             return lose(state, worker, what, now_s, kind="hung", kill=True)

@@ -16,7 +16,9 @@ from __future__ import annotations
 import enum
 import math
 
-from pliant.core.members import Connected, Member, Roster, Worker, members_of
+import msgspec
+
+from pliant.core.members import Connected, Member, Roster, members_of
 
 SLOW_STEPS = 10
 """A main loop that takes so many times its usual step while others wait is slow."""
@@ -39,23 +41,68 @@ class Verdict(enum.Enum):
     HUNG = "hung"
 
 
-def judged(state: Roster, worker: Worker, member: Member, now_s: float) -> Verdict:
+class Others(msgspec.Struct, frozen=True):
+    """What matters about all members together: looked at once, however many are judged."""
+
+    members: int
+    exchange: float
+    """the least that one who waits has settled; infinite: nobody waits"""
+    since_s: float
+    """since when somebody waits"""
+    computing_since_s: float
+    """... who would compute meanwhile"""
+    waiting_pace: float
+    """of those, together"""
+    pace: float
+    """of all members, together"""
+    usual_pace: float
+    """of one that was not measured"""
+    handoff_s: float
+    """the longest that is known; 0: none is"""
+
+
+def others(state: Roster) -> Others:
+    """How it stands with the members. Who holds nothing does not count as waiting."""
+    present = list(members_of(state))
+    known = [member.pace for _, member in present if member.pace > 0]
+    usual = math.fsum(known) / len(known) if known else 1.0
+    waiting = [
+        (member, _since_s(member))
+        for worker, member in present
+        if member.is_active and _is_idle(member) and isinstance(worker.line, Connected)
+    ]
+    computing = [(member, since_s) for member, since_s in waiting if not member.ending]
+    return Others(
+        members=len(present),
+        exchange=min((member.exchange for member, _ in waiting), default=math.inf),
+        since_s=min((since_s for _, since_s in waiting), default=math.inf),
+        computing_since_s=min((since_s for _, since_s in computing), default=math.inf),
+        waiting_pace=math.fsum(member.pace or usual for member, _ in computing),
+        pace=math.fsum(member.pace or usual for _, member in present),
+        usual_pace=usual,
+        handoff_s=max((member.handoff_s for _, member in present), default=0.0),
+    )
+
+
+def _is_idle(member: Member) -> bool:
+    return member.waiting or member.stopped_s is not None
+
+
+def _since_s(member: Member) -> float:
+    return member.progress_s if member.stopped_s is None else member.stopped_s
+
+
+def judged(state: Roster, all_: Others, member: Member, now_s: float) -> Verdict:
     """What is to be done about this member now."""
-    if member.waiting or member.stopped_s is not None:
+    if _is_idle(member) or all_.exchange == math.inf or all_.exchange < member.exchange:
         return Verdict.GOES_ON
-    waiting = _waiting_for(state, worker, member, now_s)
-    if not waiting:
-        return Verdict.GOES_ON
-    lasts_s, waited_s = now_s - member.progress_s, max(waited_s for _, waited_s in waiting)
-    if not member.busy and min(lasts_s, waited_s) > state.hung_after_s:
+    lasts_s = now_s - member.progress_s
+    if not member.busy and min(lasts_s, now_s - all_.since_s) > state.hung_after_s:
         return Verdict.HUNG
-    computing = [(other, other_s) for other, other_s in waiting if not other.ending]
-    if not computing or max(other_s for _, other_s in computing) <= _patience_s(state, member):
+    if now_s - all_.computing_since_s <= _patience_s(state, member) or all_.members <= state.rules.min_workers:
+        # Or the others could not go on without it.
         return Verdict.GOES_ON
-    if len(list(members_of(state))) <= state.rules.min_workers:
-        # The others could not go on without it.
-        return Verdict.GOES_ON
-    return Verdict.LEFT_OUT if _pays(state, member, [other for other, _ in computing], lasts_s) else Verdict.GOES_ON
+    return Verdict.LEFT_OUT if _pays(all_, member, lasts_s) else Verdict.GOES_ON
 
 
 def kill_s(state: Roster, member: Member, now_s: float) -> float:
@@ -63,21 +110,6 @@ def kill_s(state: Roster, member: Member, now_s: float) -> float:
     if member.busy:
         return math.inf
     return max(now_s, member.progress_s + state.hung_after_s)
-
-
-def _waiting_for(state: Roster, worker: Worker, member: Member, now_s: float) -> list[tuple[Member, float]]:
-    """Who holds the state and waits while this member is at something else, and for how long; none if one is behind."""
-    found: list[tuple[Member, float]] = []
-    for other, its in members_of(state):
-        if other.name == worker.name or not its.is_active or not isinstance(other.line, Connected):
-            continue
-        since_s = its.stopped_s if its.stopped_s is not None else its.progress_s if its.waiting else None
-        if since_s is None:
-            continue
-        if its.exchange < member.exchange:
-            return []
-        found.append((its, now_s - since_s))
-    return found
 
 
 def _patience_s(state: Roster, member: Member) -> float:
@@ -88,16 +120,10 @@ def _patience_s(state: Roster, member: Member) -> float:
     return max(state.dead_after_s, SLOW_STEPS * member.usual_s)
 
 
-def _pays(state: Roster, member: Member, waiting: list[Member], lasts_s: float) -> bool:
+def _pays(all_: Others, member: Member, lasts_s: float) -> bool:
     """Whether those who wait would lose more than a new era and the state's way back to the slow one cost."""
-    others = [its for _, its in members_of(state) if its is not member]
-    known = [its.pace for its in (member, *others) if its.pace > 0]
-    usual = math.fsum(known) / len(known) if known else 1.0
-
-    def pace(*whose: Member) -> float:
-        return math.fsum(its.pace or usual for its in whose)
-
+    pace = member.pace or all_.usual_pace
     # Nothing is known of what is to come but this: it has lasted so long, or it takes so long as a rule.
     wait_s = max(lasts_s, member.expected_s - lasts_s)
-    handoff_s = member.handoff_s or max((its.handoff_s for its in others), default=0.0) or HANDOFF_S
-    return pace(*waiting) * wait_s > pace(member) * handoff_s + pace(*others) * REGROUP_S
+    handoff_s = member.handoff_s or all_.handoff_s or HANDOFF_S
+    return all_.waiting_pace * wait_s > pace * handoff_s + (all_.pace - pace) * REGROUP_S
