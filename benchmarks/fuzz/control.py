@@ -21,6 +21,7 @@ import msgspec
 from benchmarks.fuzz.mutation import DEEP, bent, deformed
 from benchmarks.fuzz.surface import Volley
 from pliant.control import messages as m
+from pliant.coordinator.account import account_of
 from pliant.core import events, journal, members
 from pliant.runtime.charter import Charter
 from pliant.runtime.coordinator import Coordinator
@@ -157,7 +158,8 @@ class Session:
         self.journal = _Journal()
         charter = Charter("job", "train.py", VERSION, 6)
         resumed = None if term == 1 else [journal.RunRecord("job", VERSION, 1e9), *RECORDS[:1], *RECORDS[2:4]]
-        self.coordinator = Coordinator(charter, self.journal, lambda: self.now_s, 1e9, term=term, records=resumed)
+        account = None if resumed is None else account_of(resumed)
+        self.coordinator = Coordinator(charter, self.journal, lambda: self.now_s, 1e9, term=term, account=account)
         self._numbers = 0
         self.owner = self._wire()
         self.coordinator.agent_connected(self.owner)
