@@ -157,8 +157,8 @@ class Session:
         self.now_s = 1000.0
         self.journal = _Journal()
         charter = Charter("job", "train.py", VERSION, 6)
-        before = [journal.RunRecord("job", VERSION, 1e9), *RECORDS[:1], *RECORDS[2:4]]
-        account = None if term == 1 else account_of(before, term=term)
+        resumed = None if term == 1 else [journal.RunRecord("job", VERSION, 1e9), *RECORDS[:1], *RECORDS[2:4]]
+        account = None if resumed is None else account_of(resumed)
         self.coordinator = Coordinator(charter, self.journal, lambda: self.now_s, 1e9, term=term, account=account)
         self._numbers = 0
         self.owner = self._wire()

@@ -27,10 +27,10 @@ ALLOWED = {
     **dict.fromkeys(USER_SIDE, BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker"}),
     # The package itself hands out the user side's names: in a worker at once, else on first use.
     "pliant": BOTTOM | USER_SIDE | {"runtime", "worker"},
-    "launch": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker"},
+    "launch": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker", "coordinator"},
     # The command starts runs; the demo's scripts are users and import the package.
-    "ui": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker", "launch", "pliant"},
-    "testing": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker", "launch", "ui", "pliant"},
+    "ui": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker", "coordinator", "launch", "pliant"},
+    "testing": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker", "coordinator", "launch", "ui", "pliant"},
 }
 """layer → the layers it may import, besides itself"""
 
