@@ -25,6 +25,9 @@ FIRST = {
     "no_catching_up": 170,
     "half_settled": 36,
     "forgotten_pledge": 141,
+    "nobody_left_out": 5,
+    "tried_at_once": 18,
+    "forgets_weights": 39,
 }
 """the first seed under which each shows; 0 where none is named. One that does not show it any more costs a search."""
 

@@ -112,10 +112,14 @@ class Checker:
         if state is not group and state != group:
             raise Violation(f"{name} and {other} disagree about the state after {at}: {_difference(state, group)}")
         standing = group.standings[group.roster.index(link.worker)]  # type: ignore[arg-type]
-        if standing is Standing.FOLLOWING or training.held is not None:
+        whole = training.held in (None, (1 << len(training.parameters)) - 1)
+        if standing is Standing.FOLLOWING or not whole:
             self.holders.pop(name, None)
             return
         self.holders[name] = at
+        if training.held is not None:
+            # The user's own state is still on its way.
+            return
         if self._healing.get(name, at) < at:
             del self._healing[name]
         if group.exchange == 1:

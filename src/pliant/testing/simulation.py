@@ -19,6 +19,7 @@ from pliant.control.messages import Signature
 from pliant.core.endings import QUIET_EXIT
 from pliant.core.group import Past, Policy, Standing, founded
 from pliant.core.ledger import MicroBatch, samples_of
+from pliant.core.members import Stopping
 from pliant.core.tickets import Kind
 from pliant.errors import PliantError, RunEnded, Stopped
 from pliant.runtime import membership
@@ -136,6 +137,8 @@ class Simulation:
         self.started = 0
         self.pending = 0
         """faults that may still strike"""
+        self._lost_before = False
+        """nobody was left who held the state, before the run's end was decided"""
         self.quiet_s = 0.0
         """when the last fault is over"""
         self.launcher = self._launched(scene.workers, owner=True)
@@ -187,7 +190,11 @@ class Simulation:
     def judge(self) -> None:
         """Whether anybody is left who holds the state and can do something with it."""
         able = {script.name for script in self.living if script.impaired_until_s <= self.world.now_s}
-        self.checker.lost = self.checker.lost or not able.intersection(self.checker.holders)
+        lost, coordinator = not able.intersection(self.checker.holders), self.host.coordinator
+        self.checker.lost = self.checker.lost or lost
+        # Who goes because the run ends is no reason for its end.
+        ends = coordinator is not None and isinstance(coordinator.state.stage, Stopping)
+        self._lost_before = self._lost_before or (lost and not ends)
 
     def _terminated(self, process: Process) -> None:
         self.scripts[process].terminated(process)
@@ -228,7 +235,7 @@ class Simulation:
             return False
         if "nobody is left who holds" in reason:
             # From a checkpoint it goes on, whoever was lost; only those who left of their own accord do not come back.
-            return not self.checker.checkpoints
+            return self._lost_before and not self.checker.checkpoints
         if self.scene.damaged and reason.endswith("is damaged"):
             # All that there were.
             return True
