@@ -10,7 +10,7 @@ Source    Invariants 1 to 6 of DESIGN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pliant.core import journal, score
@@ -50,6 +50,8 @@ class Checker:
         """some worker has concluded the run"""
         self.holders: dict[str, tuple[int, int]] = {}
         """worker → (era, exchange) of who holds the whole state"""
+        self.fell_behind: Callable[[], None] = lambda: None
+        """called when one that held the state does not hold it any more"""
         self.lost = False
         """at some time nobody who held the state could do anything with it"""
         self.checkpoints = 0
@@ -114,7 +116,8 @@ class Checker:
         standing = group.standings[group.roster.index(link.worker)]  # type: ignore[arg-type]
         whole = training.held in (None, (1 << len(training.parameters)) - 1)
         if standing is Standing.FOLLOWING or not whole:
-            self.holders.pop(name, None)
+            if self.holders.pop(name, None) is not None:
+                self.fell_behind()
             return
         self.holders[name] = at
         if training.held is not None:

@@ -143,6 +143,7 @@ class Simulation:
         """when the last fault is over"""
         self.launcher = self._launched(scene.workers, owner=True)
         self.launchers = [self.launcher]
+        self.checker.fell_behind = self._judge_before_end
         # Whose weights were changed may be the only one left.
         self.checker.tainted = scene.name == "drifting"
         world.after(0.25, self._watch)
@@ -189,12 +190,19 @@ class Simulation:
 
     def judge(self) -> None:
         """Whether anybody is left who holds the state and can do something with it."""
-        able = {script.name for script in self.living if script.impaired_until_s <= self.world.now_s}
-        lost, coordinator = not able.intersection(self.checker.holders), self.host.coordinator
-        self.checker.lost = self.checker.lost or lost
-        # Who goes because the run ends is no reason for its end.
+        self.checker.lost = self.checker.lost or not self._able_holders
+        self._judge_before_end()
+
+    def _judge_before_end(self) -> None:
+        """The same, unless they go because the run ends: that is no reason for its end."""
+        coordinator = self.host.coordinator
         ends = coordinator is not None and isinstance(coordinator.state.stage, Stopping)
-        self._lost_before = self._lost_before or (lost and not ends)
+        self._lost_before = self._lost_before or not (self._able_holders or ends)
+
+    @property
+    def _able_holders(self) -> set[str]:
+        able = {script.name for script in self.living if script.impaired_until_s <= self.world.now_s}
+        return able.intersection(self.checker.holders)
 
     def _terminated(self, process: Process) -> None:
         self.scripts[process].terminated(process)
