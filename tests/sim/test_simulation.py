@@ -27,6 +27,10 @@ FIRST = {
     "update_while_copied": 8,
     "half_settled": 36,
     "forgotten_pledge": 141,
+    "nobody_left_out": 5,
+    "tried_at_once": 18,
+    "forgets_weights": 39,
+    "link_knows_better": 248,
 }
 """the first seed under which each shows; 0 where none is named. One that does not show it any more costs a search."""
 

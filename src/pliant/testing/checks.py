@@ -51,6 +51,8 @@ class Checker:
         """some worker has concluded the run"""
         self.holders: dict[str, tuple[int, int]] = {}
         """worker → (era, exchange) of who holds the whole state"""
+        self.fell_behind: Callable[[], None] = lambda: None
+        """called when one that held the state does not hold it any more"""
         self.lost = False
         """at some time nobody who held the state could do anything with it"""
         self.checkpoints = 0
@@ -122,10 +124,15 @@ class Checker:
         if state is not group and state != group:
             raise Violation(f"{name} and {other} disagree about the state after {at}: {_difference(state, group)}")
         standing = group.standings[group.roster.index(link.worker)]  # type: ignore[arg-type]
-        if standing is Standing.FOLLOWING or training.held is not None:
-            self.holders.pop(name, None)
+        whole = training.held in (None, (1 << len(training.parameters)) - 1)
+        if standing is Standing.FOLLOWING or not whole:
+            if self.holders.pop(name, None) is not None:
+                self.fell_behind()
             return
         self.holders[name] = at
+        if training.held is not None:
+            # The user's own state is still on its way.
+            return
         if self._healing.get(name, at) < at:
             del self._healing[name]
         if group.exchange == 1:

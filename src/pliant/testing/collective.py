@@ -419,6 +419,8 @@ class VirtualForming:
         self._connecting = False
         world = self.process.world
         world.note("forming", link.worker, attempt, f"{place} of {members}")
+        if link.lacking:
+            world.note("lacking forms", link.worker)
         world.after(60.0, lambda: self.fail(TimeoutError("timed out")))
         world.after(world.between(0.0001, 0.002), lambda: self.process.in_background(self._begin))
 

@@ -46,7 +46,7 @@ class Fault(msgspec.Struct, frozen=True):
     delay_s: float = 0.0
     lasts_s: float = 0.0
     whom: int = 0
-    """which of those who live; -1: who the occasion is about"""
+    """which of those who live; -1: who the occasion is about; -2: the last one that it is not about"""
 
     def plan(self, simulation: Simulation) -> None:
         """Let it happen in time."""
@@ -95,7 +95,8 @@ def _impaired(simulation: Simulation, script: Script, until_s: float) -> None:
 def _victim(simulation: Simulation, fault: Fault, about: str | None) -> tuple[Process, Script] | None:
     living = [(process, script) for process, script in simulation.scripts.items() if process.alive]
     if fault.whom < 0 and about:
-        living = [pair for pair in living if about.partition(".")[0] == pair[0].name] or living
+        own = fault.whom == -1
+        living = [pair for pair in living if (about.partition(".")[0] == pair[0].name) is own] or living
     return living[fault.whom % len(living)] if living else None
 
 

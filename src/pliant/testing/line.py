@@ -139,7 +139,8 @@ class VirtualLink(Link):
     def stopped(self, era: int, exchange: int, *, active: bool, whole: bool = True, failed: str = "") -> None:
         self.stopped_era = max(self.stopped_era, era)
         self.process.world.note("stopped", self.worker, era, exchange, active, whole, failed[:40])
-        if active and not whole:
+        self.lacking = active and not whole
+        if self.lacking:
             self.process.world.note("lacking", self.worker)
         super().stopped(era, exchange, active=active, whole=whole, failed=failed)
 
@@ -215,6 +216,8 @@ class VirtualLink(Link):
         self.heard()
         self.process.notice()
 
+    lacking = False
+    """when it stopped last the user's state was on its way to it"""
     concluded: Callable[[], None] = staticmethod(lambda: None)
     """called when the script has come to its end"""
     unheard: Callable[[], None] = staticmethod(lambda: None)

@@ -227,8 +227,10 @@ def _lonely(chance: random.Random, scene: Scene) -> Scene:
         faults.append(at("lacks state", "pause", workers + 1, 0.0, nth, lasts_s=chance.uniform(0.1, 0.4)))
     faults += [at("lacks state", "kill", 0, 0.08, nth) for _ in range(workers)]
     for _ in range(chance.choice((1, 2))):
-        what, whom = chance.choice((("kill", 1), ("kill", 0), ("cut", -1), ("cut", 1)))
-        faults.append(at("lacking", what, whom, 0.06))
+        if chance.random() < 0.5:
+            faults.append(at("lacking forms", chance.choice(("kill", "kill", "pause")), -2, 0.01, lasts_s=0.3))
+        else:
+            faults.append(at("lacking", "cut", -1, 0.03))
     scene = replace(scene, workers=workers, epochs=3, length=90, samples=None, state_s=chance.choice((0.3, 1.0)))
     # A spare asks for the state with every update that the script follows: each would take as long.
     scene = replace(scene, follows_updates=False, evaluates=0, nested=0, breaks=0.0)

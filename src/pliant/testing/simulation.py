@@ -20,6 +20,7 @@ from pliant.control.messages import Signature
 from pliant.core.endings import QUIET_EXIT
 from pliant.core.group import Past, Policy, Standing, founded
 from pliant.core.ledger import MicroBatch, samples_of
+from pliant.core.members import Stopping
 from pliant.core.tickets import Kind
 from pliant.errors import PliantError, RunEnded, Stopped
 from pliant.runtime import membership
@@ -147,12 +148,15 @@ class Simulation:
         self.started = 0
         self.pending = 0
         """faults that may still strike"""
+        self._lost_before = False
+        """nobody was left who held the state, before the run's end was decided"""
         self.quiet_s = 0.0
         """when the last fault is over"""
         self.struck = False
         """something was done to the run"""
         self.launcher = self._launched(scene.workers, owner=True)
         self.launchers = [self.launcher]
+        self.checker.fell_behind = self._judge_before_end
         # Whose weights were changed may be the only one left.
         self.checker.tainted = scene.name == "drifting"
         if scene.late_heads:
@@ -203,8 +207,19 @@ class Simulation:
 
     def judge(self) -> None:
         """Whether anybody is left who holds the state and can do something with it."""
+        self.checker.lost = self.checker.lost or not self._able_holders
+        self._judge_before_end()
+
+    def _judge_before_end(self) -> None:
+        """The same, unless they go because the run ends: that is no reason for its end."""
+        coordinator = self.host.coordinator
+        ends = coordinator is not None and isinstance(coordinator.state.stage, Stopping)
+        self._lost_before = self._lost_before or not (self._able_holders or ends)
+
+    @property
+    def _able_holders(self) -> set[str]:
         able = {script.name for script in self.living if script.impaired_until_s <= self.world.now_s}
-        self.checker.lost = self.checker.lost or not able.intersection(self.checker.holders)
+        return able.intersection(self.checker.holders)
 
     def _terminated(self, process: Process) -> None:
         self.scripts[process].terminated(process)
@@ -245,7 +260,7 @@ class Simulation:
             return False
         if "nobody is left who holds" in reason:
             # From a checkpoint it goes on, whoever was lost; only those who left of their own accord do not come back.
-            return not self.checker.checkpoints
+            return self._lost_before and not self.checker.checkpoints
         if self.scene.damaged and reason.endswith("is damaged"):
             # All that there were.
             return True
