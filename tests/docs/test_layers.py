@@ -103,7 +103,6 @@ WHOLE = {
     ("rounds", "_trained"),
     ("shares", "apportion"),
     ("shares", "entitlements"),
-    ("slots", "room"),
 }
 """functions of core whose ``sum`` adds whole numbers"""
 
