@@ -115,7 +115,8 @@ def test_records_out_of_order_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     wire = hostile(session)
     for number in range(1000):
         session.say(wire, m.Lines(10**9 + number, [journal.encode(RECORDS[0])]))
-    assert is_lost(session)
+    # It may be an honest one that a lost coordinator has told too much: it is asked to begin again.
+    assert not is_lost(session)
     assert session.coordinator._recorder._lines.early_bytes <= 10_000
     session.say(session.honest[0].wire, m.Lines(0, [journal.encode(RECORDS[0])]))
     assert session.coordinator.written == 1

@@ -28,7 +28,8 @@ class Bookmark(msgspec.Struct, frozen=True):
 
     place: Place
     written: int
-    figures: msgspec.Raw
+    figures: str
+    """``Figures`` as JSON: most are never read again"""
 
 
 class Saved(msgspec.Struct):
@@ -116,7 +117,7 @@ class Account:
         """Everything up to this place is taken in and on disk."""
         if self._bookmarks and self._bookmarks[-1].place == place:
             return
-        figures = msgspec.Raw(msgspec.json.encode(self.tally.figures()))
+        figures = msgspec.json.encode(self.tally.figures()).decode()
         self._bookmarks.append(Bookmark(place, self.written, figures))
         if len(self._bookmarks) > BOOKMARKS:
             # Every other one, but never those that a checkpoint needs.

@@ -23,7 +23,7 @@ from pliant.runtime.charter import Charter, checkpoints, inherited
 from pliant.runtime.connections import Connections, Peer
 from pliant.runtime.formation import Formation
 from pliant.runtime.journaling import go_back
-from pliant.runtime.recording import Journal, Recorder
+from pliant.runtime.recording import AGAIN_AFTER_S, Journal, Recorder
 from pliant.runtime.status import Status
 from pliant.types import WorkerId
 
@@ -441,8 +441,8 @@ class Coordinator:
             self._agents.send_all(messages.Note(text))
 
     def _end(self, end: events.Ended) -> None:
-        # What is not there by now does not come.
-        self._write(self._recorder.missing(self._clock(), 0.0))
+        # What was asked for and is not there by now does not come.
+        self._write(self._recorder.missing(self._clock(), AGAIN_AFTER_S))
         if self._account.missing:
             end = events.Ended(f"{end.reason}, but {INCOMPLETE}", end.completed, end.exit_status or INCOMPLETE_EXIT)
         status = self._bulletin.current

@@ -89,7 +89,11 @@ class Recorder:
             # They are sent again when it is said from where on.
             self._refused = True
             return []
-        return self._lines.taken(first, records, size)
+        due = self._lines.taken(first, records, size)
+        if due:
+            # Where it goes on nothing is missing, whatever else somebody has sent.
+            self._gap_since_s, self._asked = None, False
+        return due
 
     def gap(self, now_s: float) -> int | None:
         """For how many records those wait that have come too early, where that lasts; for the sender to begin again.
