@@ -17,7 +17,17 @@ from benchmarks.chaos.stage import Stage, cli, environment, knows
 from benchmarks.differences import quantile
 from pliant.core import journal
 
-RUN_FILES = {"journal.jsonl", "address", "token", "charter.json", "logs", "term", "lock", "weights.safetensors"} | {
+RUN_FILES = {
+    "journal.jsonl",
+    "address",
+    "token",
+    "charter.json",
+    "state.json",
+    "logs",
+    "term",
+    "lock",
+    "weights.safetensors",
+} | {
     "trust.json",
     "metrics-token",
 }
