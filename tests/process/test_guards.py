@@ -270,3 +270,23 @@ with pliant.join(model, optimizer, batch=16) as run:
     Path(run.directory / "enough").touch()
     assert run.wait() == 0, run.output
     assert "without calling" not in run.output
+
+
+def test_two_losses_at_one_update(launch: Launcher) -> None:
+    """Training and validation loss, one after the other, where ``step`` has returned True."""
+    run = launch(
+        """
+        def loss(batch):
+            (x,) = batch
+            return model(x).square().mean(1).sum(), len(x)
+
+        found = []
+        with pliant.join(model, optimizer, batch=16, delay=1) as run:
+            for (x,) in run.batches(data, size=4):
+                run.backward(model(x).square().mean())
+                if run.step() and run.round % 2 == 0:
+                    found.append([run.evaluate(loss, data, size=30), run.evaluate(loss, data, size=40)])
+            assert found and all(abs(first - second) < 1e-5 for first, second in found), found
+        """
+    )
+    assert run.wait() == 0, run.output
