@@ -462,7 +462,7 @@ class Run:
         if unknown:
             raise UsageError(
                 f"batches does not take {', '.join(unknown)}: of DataLoader's arguments it passes on collate_fn, "
-                f"{', '.join(_LOADER_OPTIONS)}; the order of the samples is Pliant's (see order=)"
+                f"{', '.join(_LOADER_OPTIONS)}; the order of the samples is Pliant's, or that of `join(order=…)`"
             )
         if not options.get("persistent_workers"):
             return data.Loader(dataset, collate_fn=collate_fn, options=options)

@@ -640,3 +640,18 @@ def test_it_serves_over_real_sockets(tmp_path: Path) -> None:
     with (tmp_path / "journal.jsonl").open("rb") as lines:
         kinds = [type(record) for record in journal.read(lines)]
     assert kinds == [journal.RunRecord, journal.FinishingRecord, journal.EndRecord]
+
+
+def test_a_newcomer_that_may_be_refused_does_not_say_how_long_the_run_is() -> None:
+    scene = Scene().started(2)
+
+    def epochs() -> int:
+        return json.loads(scene.coordinator.status())["epochs"]
+
+    scene.say("w0", m.Plan(epochs=14, samples=None))
+    scene.enlist(1, owner=False)
+    scene.hello("w2")
+    scene.say("w2", m.Plan(epochs=3, samples=None))
+    assert epochs() == 14
+    scene.say("w1", m.Plan(epochs=15, samples=None))
+    assert epochs() == 15

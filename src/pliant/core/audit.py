@@ -228,6 +228,10 @@ class _Auditor:
             return f"{upto}: the journal was not closed, so that more may have followed"
         if self._end.lines is None:
             return f"{upto}: the journal was closed by an older Pliant, which did not say how much there was"
+        if not self._end.completed:
+            return (
+                f"to the end of the journal, {upto}; the run was cut short, and an update after that may have been made"
+            )
         return "to the end"
 
     def _problem(self, text: str) -> None:

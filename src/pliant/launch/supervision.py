@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from pliant.launch.directory import LOGS, TOKEN
+from pliant.launch.directory import LOGS, PRIVATE, TOKEN
 from pliant.launch.process import Owned, opened
 from pliant.runtime.environment import plain_environment
 
@@ -73,7 +73,8 @@ class Coordination:
         if (self._directory / TOKEN).exists():
             return False
         try:
-            (self._directory / LOGS).mkdir(parents=True, exist_ok=True)
+            self._directory.mkdir(PRIVATE, parents=True, exist_ok=True)
+            (self._directory / LOGS).mkdir(PRIVATE, exist_ok=True)
             self._publish()
         except OSError:
             # It is tried again.

@@ -252,7 +252,7 @@ class Coordinator:
             case messages.Lines():
                 self._record(worker, message, now_s)
             case messages.Plan(epochs=epochs, samples=samples):
-                self._bulletin.tally.plan(epochs, samples)
+                self._take_plan(worker, epochs, samples)
             case messages.Saved():
                 self._recorder.save(message)
             case messages.Hello():
@@ -396,6 +396,14 @@ class Coordinator:
             past=list(self._bulletin.tally.past) if self._knows_past() else [],
             rewinds=self._state.rewinds,
         )
+
+    def _take_plan(self, worker: WorkerId, epochs: int | None, samples: int | None) -> None:
+        """How far the script means to go. A newcomer, which may be refused, is believed only where nobody has said so."""
+        known = self._bulletin.tally.status
+        newcomer = members.worker_of(self._state, worker)
+        is_member = newcomer is not None and isinstance(newcomer.standing, members.Member)
+        if is_member or (known.epochs is None and known.samples_planned is None):
+            self._bulletin.tally.plan(epochs, samples)
 
     def _knows_past(self) -> bool:
         """Whether what the journal knows to be over is so for certain; else newcomers find that out as members.

@@ -166,7 +166,7 @@ class JournalFile:
         """Make the file again, whole, where somebody has removed it; whether that was so. ``OSError``: it cannot be."""
         if self._path.exists():
             return False
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.parent.mkdir(0o700, parents=True, exist_ok=True)
         fresh = self._path.with_name(f"{self._path.name}.new")
         # What was removed can be read as long as it is open.
         file = fresh.open("w+b", buffering=0)

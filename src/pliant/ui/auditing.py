@@ -72,8 +72,10 @@ def text(report: Report) -> list[str]:
     lines += [f"problem: {problem}" for problem in report.problems]
     if report.problems:
         return [*lines, f"{len(report.problems)} problems"]
-    if report.end_proved:
+    if report.end_proved and report.summary["completed"]:
         return [*lines, "every sample is accounted for"]
+    if report.end_proved:
+        return [*lines, "every sample that the journal knows of is accounted for; the run did not complete"]
     return [*lines, f"no problem, but proved only {report.summary['proved']}"]
 
 
