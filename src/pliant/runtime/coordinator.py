@@ -398,7 +398,7 @@ class Coordinator:
         )
 
     def _take_plan(self, worker: WorkerId, epochs: int | None, samples: int | None) -> None:
-        """How far the script means to go. A newcomer, which may be refused, is believed only where nobody has said so."""
+        """How far the script means to go. A newcomer may be refused: it is believed only where nobody has said so."""
         known = self._bulletin.tally.status
         newcomer = members.worker_of(self._state, worker)
         is_member = newcomer is not None and isinstance(newcomer.standing, members.Member)
