@@ -134,7 +134,8 @@ def _view(flat: Tensor, start: int, p: Parameter) -> Tensor:
     # ``.data`` gives each view a version counter of its own; slices of one tensor would share one.
     own = flat.data
     if _is_dense(p):
-        return own.as_strided(p.size(), p.stride(), start)
+        # Counted from the beginning of the memory, and a large buffer does not begin there.
+        return own.as_strided(p.size(), p.stride(), own.storage_offset() + start)
     return own[start : start + p.numel()].view_as(p)
 
 
