@@ -266,7 +266,7 @@ with pliant.join(model, optimizer, batch=16) as run:
         "from pliant.ui.cli import main; main()"
     )
     run = launch.python("-W", "error", "-c", soon, "run", "-n", "2", "--dir", "job", "train.py")
-    run.until("pliant: epoch 2/")
+    run.until("samples/s", times=2)
     Path(run.directory / "enough").touch()
     assert run.wait() == 0, run.output
     assert "without calling" not in run.output
