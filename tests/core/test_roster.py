@@ -559,6 +559,23 @@ def test_nobody_is_left_out_below_the_least_number_of_workers() -> None:
     assert not of(BreakEra, beats(world, 20.0, WAITS, SLOW))
 
 
+def test_the_end_waits_for_who_was_left_out_elsewhere() -> None:
+    """Its launcher, which has joined the run, would end it with the run."""
+    world = World().started(1)
+    (enrolled,) = of(Enroll, world.enlist(1, owner=False))
+    world.hello("w1")
+    world.ready("w1")
+    (plan,) = of(PlanEra, world.effects)
+    world.enter(plan.era, "w0", "w1", exchange=3)
+    beats(world, 0.4, WAITS, {"busy": "saving", "expected_s": 60.0})
+    world.stop(plan.era, "w0")
+    world.enter(world.state.last_era, "w0")
+    world.feed(Finished(WorkerId("w0")))
+    assert not of(Ended, world.exit("w0", 0) + world.wait(30.0))
+    (end,) = of(Ended, world.exit("w1", 0, agent=enrolled.agent) + world.wait(1.0))
+    assert end.completed and end.exit_status == 0
+
+
 def test_the_end_waits_for_who_was_left_out() -> None:
     world = World().started(2)
     beats(world, 0.4, WAITS, {"busy": "saving", "expected_s": 60.0})

@@ -108,13 +108,13 @@ def test_the_only_holder_is_waited_for(launch: Launcher) -> None:
     """A newcomer that holds nothing has nobody killed, however long it waits."""
     run = launch(
         """
-        with pliant.join(model, optimizer, batch=8, dead_after=2.0, hung_after=2.0) as run:
+        with pliant.join(model, optimizer, batch=8, dead_after=4.0, hung_after=4.0) as run:
             for epoch in itertools.count():
                 for x, y in run.batches(samples, 4):
                     if step(run, x, y) and SLOT == "w0" and run.updates >= 3 and once("saving"):
                         print("saving now", flush=True)
                         until("welcomed")
-                        time.sleep(4.0)
+                        time.sleep(6.0)
                     if len(run.roster) == 2 and run.batch == 8 and SLOT == "w1":
                         Path("done").touch()
                 if all_see(run, "done"):

@@ -114,9 +114,7 @@ def _useless(state: Roster) -> list[Slot]:
     return [
         slot
         for slot in _alive(state)
-        if slot.fate is Fate.KEPT
-        and worker_in(state, slot.name) is None
-        and not (slot.away is not None and slot.away.left_out)
+        if slot.fate is Fate.KEPT and worker_in(state, slot.name) is None and not slot.is_left_out
     ]
 
 
@@ -239,8 +237,13 @@ def settled(state: Roster, now_s: float) -> Step:
             counts = [s for s in state.slots if _is_owners(state, s.agent) or is_reachable(state, s)]
             done = not any(isinstance(slot.process, Alive) for slot in counts)
         case Finishing():
-            own = [slot for slot in state.slots if _is_owners(state, slot.agent)]
-            done = not state.workers and all(isinstance(slot.process, Exited) for slot in own)
+            # Another launcher's processes end with it, but for one that is still at something.
+            counts = [
+                slot
+                for slot in state.slots
+                if _is_owners(state, slot.agent) or (slot.is_left_out and is_reachable(state, slot))
+            ]
+            done = not state.workers and all(isinstance(slot.process, Exited) for slot in counts)
         case Gathering() | Running() | Over():
             return state, ()
     connected = any(isinstance(worker.line, Connected) for worker in state.workers)

@@ -151,7 +151,7 @@ def _founded(state: Roster, now_s: float) -> Step:
         if slot.agent == owner.name
         and isinstance(slot.process, Alive)
         and slot.name not in out
-        and not (slot.away is not None and slot.away.left_out)
+        and not slot.is_left_out
     ]
     there = {worker.slot for worker, _ in ready if isinstance(worker.line, Connected)}
     if now_s < state.trusting_until_s or any(slot.name not in there for slot in expected):

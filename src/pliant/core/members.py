@@ -148,6 +148,11 @@ class Slot(msgspec.Struct, frozen=True):
     urged: Urge = Urge.ASKED
     """the firmest signal that was sent to its present process"""
 
+    @property
+    def is_left_out(self) -> bool:
+        """Whether its process is at something of its own, and comes back by itself."""
+        return self.away is not None and self.away.left_out
+
 
 # A worker
 

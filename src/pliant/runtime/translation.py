@@ -53,7 +53,7 @@ def word(slot: members.Slot, worker: members.Worker | None, *, unreachable: bool
     match slot.process:
         case members.Alive(greeted=False):
             return "starting"
-        case members.Alive() if slot.away is not None and slot.away.left_out:
+        case members.Alive() if slot.away is not None and slot.is_left_out:
             return f"busy: {slot.away.busy}" if slot.away.busy else "left out"
         case members.Alive():
             return "lost"
