@@ -173,15 +173,21 @@ def patience_s(pacing: Pacing, sizes: Sequence[int], paying: int | None = None) 
     return patience if paying is None else min(patience, paying / math.fsum(paces))
 
 
-def contribution_limits(pacing: Pacing, at_most: int, members: int) -> tuple[int, ...]:
+def contribution_limits(
+    pacing: Pacing, at_most: int, members: int, largest: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """How many samples each worker may hand in to one round of an open batch bounded by ``at_most``.
 
-    Every worker may hand in at least the largest micro-batch it can hold; what is left is shared by pace.
+    Every worker may hand in at least the largest micro-batch it can hold, or holds (``largest``) since there were fewer
+    workers; what is left is shared by pace.
     """
     working = min(members, at_most)
-    least = _least(at_most, members)
-    extra = apportion(at_most - least * working, pacing.paces()[:working])
-    return (*(least + more for more in extra), *(0,) * (members - working))
+    least = [_least(at_most, members)] * working
+    if largest is not None:
+        least = [max(pair) for pair in zip(least, largest[:working], strict=True)]
+    extra = apportion(max(0, at_most - sum(least)), pacing.paces()[:working])
+    limits = [one + more for one, more in zip(least, extra, strict=True)]
+    return (*limits, *(0,) * (members - working))
 
 
 def _least(at_most: int, members: int) -> int:

@@ -67,10 +67,45 @@ def allowance(group: Group, member: int, in_flight: int) -> Allowance:
         return Allowance(seconds=dealing.patience_s(pace.seated(group.evaluating, working), sizes))
     training = pace.seated(group.training, working)
     seconds = dealing.patience_s(training, sizes, group.paying)
-    if group.at_most is None:
+    limits = sample_limits(group) if in_flight or not phase.limits else phase.limits
+    if not limits:
         return Allowance(seconds=seconds)
-    limits = dealing.contribution_limits(training, group.at_most, len(working))
-    return Allowance(samples=limits[working.index(member)], seconds=seconds)
+    if not limits[member]:
+        return Allowance(micro_batches=0)
+    return Allowance(samples=limits[member], seconds=seconds)
+
+
+def sample_limits(group: Group) -> tuple[int, ...]:
+    """What each member may hand in to a round of a bounded open batch; nothing where there is no bound.
+
+    For a contribution that is begun now. One that was begun before the last round was settled keeps its limits.
+    """
+    phase, bound = group.phase, group.at_most
+    if bound is None or phase.kind is not Kind.TRAIN or not group.policy.floating or not group.overlap:
+        return ()
+    working = at_work(group, phase)
+    if not working:
+        return ()
+    hands = [phase.ledger.hands[member] for member in working]
+    largest = [max(map(ledger.samples_of, hand.queue[: hand.granted]), default=0) for hand in hands]
+    found = dealing.contribution_limits(pace.seated(group.training, working), bound, len(working), largest)
+    limits = [0] * len(group.roster)
+    for member, limit in zip(working, found, strict=True):
+        limits[member] = limit
+    return tuple(limits)
+
+
+def kept_limits(before: Group, after: OpenPhase) -> tuple[int, ...]:
+    """The limits of the contributions that were begun before the round that has just been settled.
+
+    Who begins to work with this round has no part in them: the others may have reached the bound already. Only a bound
+    that the user has set is kept so, and only where somebody may have drawn anything under it.
+    """
+    if before.policy.at_most is None:
+        return ()
+    limits = sample_limits(before)
+    hands = after.ledger.hands
+    return limits if any(limit and hands[member].granted for member, limit in enumerate(limits)) else ()
 
 
 def dealt(group: Group, *, spares: bool = True) -> Group:

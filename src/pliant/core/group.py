@@ -74,6 +74,9 @@ class OpenPhase(msgspec.Struct, frozen=True):
     """see ``Past``"""
     nested: tuple[Past, ...] = ()
     """finished phases inside this one, in their order"""
+    limits: tuple[int, ...] = ()
+    """bounded open batch: what each member may hand in to the contribution that was begun before the last round was
+    settled (``drawing.kept_limits``); empty: what it may hand in to one that is begun now"""
     total: float = 0.0
     count: float = 0.0
     sums: Sums = ()

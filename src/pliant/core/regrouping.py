@@ -82,7 +82,8 @@ def regrouped(group: Group, era: int, roster: Sequence[WorkerId], entries: Seque
         ]
         quotas = phase.kind is Kind.TRAIN and (not before.policy.floating or not group.overlaps(phase.kind))
         held = ledger.regrouped(phase.ledger, kept, quotas=quotas)
-        phases.append(replace(_seated(phase, places), ledger=held, resumed=True))
+        # What was in flight is lost: the contribution in progress was begun under the limits of now.
+        phases.append(replace(_seated(phase, places), ledger=held, resumed=True, limits=()))
     group = replace(group, open=tuple(phases))
     for depth in range(len(phases)):
         inner = replace(group, open=group.open[: depth + 1])
@@ -152,5 +153,6 @@ def _seated(phase: OpenPhase, places: Sequence[int | None]) -> OpenPhase:
         ahead=tuple(0 if place is None else phase.ahead[place] for place in places),
         took_part=tuple(False if place is None else phase.took_part[place] for place in places),
         present=tuple(False if place is None else phase.present[place] for place in places),
+        limits=tuple(0 if place is None else phase.limits[place] for place in places) if phase.limits else (),
         ledger=replace(held, hands=hands),
     )

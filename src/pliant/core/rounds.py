@@ -195,7 +195,7 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         layout=sets.layout,
         touched=sets.touched,
     )
-    phase = replace(phase, seen=outcome.seen, resumed=False)
+    phase = replace(phase, seen=outcome.seen, resumed=False, limits=drawing.kept_limits(before, phase))
     if phase.kind is Kind.TRAIN and group.policy.delay == overlap.AUTO and len(group.roster) > 1:
         full = not (short or ended) and before.standings == group.standings
         group, phase, verdict = _reconsidered(group, phase, tickets, full=full)
