@@ -182,5 +182,6 @@ def gone(pid: int) -> None:
 
 
 def records(run: Running) -> list[journal.Record]:
+    """What is written so far: of a run that goes on, or was killed, the last line may be incomplete."""
     with (run.directory / "job" / "journal.jsonl").open("rb") as lines:
-        return list(journal.read(lines))
+        return list(journal.read(line for line in lines if line.endswith(b"\n")))

@@ -23,8 +23,9 @@ from torch.utils.data import Dataset
 from pliant.testing.habits.values import Event, Habits
 
 _FEATURES, _CLASSES = 6, 3
-_NARROW, _WIDE = 5, 96
-"""Of the wide one a synchronous round is summed in two parts or more."""
+_NARROW, _WIDE, _LARGE = 5, 96, 1100
+"""Of the wide one a synchronous round is summed in two parts or more; gradients of the large one, above 4 MB, have memory
+of their own kind (``tensors.memory``)."""
 
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 """inputs, labels, tokens, index"""
@@ -53,12 +54,16 @@ class Samples(Dataset[tuple[Tensor, Tensor, Tensor, int]]):
         return self.x[taken], self.y[taken], self.tokens[taken], taken
 
 
+def _width(habits: Habits) -> int:
+    return _LARGE if habits.large else _WIDE if habits.wide else _NARROW
+
+
 class Net(nn.Module):
     """A small model with the parts that the habits ask for."""
 
     def __init__(self, habits: Habits) -> None:
         super().__init__()
-        width = _WIDE if habits.wide else _NARROW
+        width = _width(habits)
         self.kind, self.layout = habits.model, habits.channels_last
         # A bias before a BatchNorm has no gradient but rounding.
         bias = not habits.norm
@@ -165,7 +170,7 @@ def kit_of(habits: Habits, seed: int) -> Kit:
         model.first.float()
     if habits.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    head = Head(_WIDE if habits.wide else _NARROW).to(dtype) if habits.model == "outside" else None
+    head = Head(_width(habits)).to(dtype) if habits.model == "outside" else None
     if _first_of_set(habits) == "unfreeze":
         model.first.requires_grad_(False)
     if model.late is not None:

@@ -84,6 +84,7 @@ def _models(draw: Any) -> dict[str, Any]:
         "norm": draw(st.booleans()),
         "channels_last": model == "cnn" and draw(st.integers(0, 2)) < 2,
         "wide": draw(st.integers(0, 5)) == 1,
+        "large": draw(st.integers(0, 15)) == 1,
         "float32": draw(st.integers(0, 5)) == 1,
     }
 

@@ -63,6 +63,8 @@ class Habits(msgspec.Struct, frozen=True, omit_defaults=True, repr_omit_defaults
     norm: bool = False
     wide: bool = False
     """so large that a synchronous round is summed in parts"""
+    large: bool = False
+    """so large that its gradients have memory of their own kind"""
     channels_last: bool = False
     float32: bool = False
     optimizer: Literal["sgd", "adam", "adamw", "rmsprop", "adagrad"] = "sgd"
