@@ -229,6 +229,14 @@ class Checker:
         self._ends = [end for end in self._ends if end[0] != name]
         self.over = bool(self._ends)
 
+    def departed(self, name: str) -> None:
+        """It has said that it leaves, and does not come back for those who go on: they hold the state, or nobody does.
+
+        The last one that holds it is not let go: until its process ends it counts.
+        """
+        if self.holders.keys() - {name}:
+            self.holders.pop(name, None)
+
     def died(self, name: str) -> None:
         """While it said goodbye, if it had come to its end: the script has not gone on, and the run may."""
         # What it did for a round that was lost with everybody is done again.

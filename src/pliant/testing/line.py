@@ -158,8 +158,8 @@ class VirtualLink(Link):
     def _leave(self, last: FromWorker, patience_s: float = FAREWELL_S) -> None:
         process = self.process
         process.world.note("farewell", self.worker, type(last).__name__)
-        if isinstance(last, Finished) and not last.left:
-            self.concluded()
+        if isinstance(last, Finished):
+            (self.departed if last.left else self.concluded)()
         self._leaving = True
         self._pledge(last)
         deadline_s = process.world.now_s + patience_s
@@ -220,6 +220,8 @@ class VirtualLink(Link):
     """when it stopped last the user's state was on its way to it"""
     concluded: Callable[[], None] = staticmethod(lambda: None)
     """called when the script has come to its end"""
+    departed: Callable[[], None] = staticmethod(lambda: None)
+    """called when it goes before that, and the others go on"""
     unheard: Callable[[], None] = staticmethod(lambda: None)
     """called when nobody will know of that end"""
     heard: Callable[[], None] = staticmethod(lambda: None)

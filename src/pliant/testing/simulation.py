@@ -422,6 +422,7 @@ class Script:
 
             link.heard = heard
             link.concluded = self._concluded
+            link.departed = lambda: self.simulation.checker.departed(self.name)
             link.unheard = lambda: self.simulation.checker.unheard(self.name)
             return Place(link, form, described, donor.address, clock=process.world.clock, sleep=process.idle)
 
