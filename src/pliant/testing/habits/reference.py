@@ -166,7 +166,7 @@ class Reference:
                 touched &= drawn.trained
                 failed = failed or drawn.failed
         applied = total.weight > 0 and not total.infinite
-        in_parts = self._habits.wide or self._habits.model == "mixed"
+        in_parts = self._habits.wide or self._habits.large or self._habits.model == "mixed"
         if failed and in_parts and not outcome.applied:
             # Its ticket was with the others already when the pass failed: all do without the round.
             applied = False
