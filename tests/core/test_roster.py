@@ -962,6 +962,22 @@ def test_a_death_at_the_end_leaves_the_rest_to_finish() -> None:
     assert end.completed and end.exit_status == 0
 
 
+def test_who_came_too_late_for_the_outcome_breaks_no_era_at_the_end() -> None:
+    world = World().started(3)
+    assert not of(BreakEra, world.feed(Finished(WorkerId("w2"), left=True, over=True)))
+    assert isinstance(world.state.stage, Running)
+    world.feed(Finished(WorkerId("w0")), Finished(WorkerId("w1")))
+    world.exit("w2", 0)
+    world.exit("w0", 0)
+    (end,) = of(Ended, world.exit("w1", 0))
+    assert end == Ended("finished", completed=True, exit_status=0)
+
+
+def test_who_leaves_before_the_end_unplanned_breaks_its_era() -> None:
+    world = World().started(3)
+    assert of(BreakEra, world.feed(Finished(WorkerId("w2"), left=True)))
+
+
 def test_a_goodbye_behind_the_end_of_its_process_counts() -> None:
     world = World().started(1)
     world.exit("w0", 0)

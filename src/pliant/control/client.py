@@ -234,14 +234,14 @@ class Link:
         """The lines that may not be on disk yet."""
         return self._lines.unwritten()
 
-    def finish(self, *, left: bool) -> None:
-        """Send what is queued, say that all went well, and close.
+    def finish(self, *, left: bool, over: bool = False) -> None:
+        """Send what is queued, say that all went well, and close; ``over``: it left because the run has ended.
 
         Who has come to the end of the run holds its result. That has to be known: a coordinator that is away just now
         would begin the run again.
         """
         self._until_heard = not left
-        self._leave(Finished(left=left), FAREWELL_S if left else GIVE_UP_S)
+        self._leave(Finished(left=left, over=over), FAREWELL_S if left else GIVE_UP_S)
 
     def fail(self, reason: str, *, shown: bool, fatal: bool = False, own: bool = False) -> None:
         """Send what is queued, say why this worker cannot go on, and close."""

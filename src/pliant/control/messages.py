@@ -183,9 +183,11 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """The script left ``join`` in good order; ``left``: because the worker was asked to go."""
+    """The script left ``join`` in good order; ``left``: without the run's outcome, because it was asked to go."""
 
     left: bool = False
+    over: bool = False
+    """it left because the run is over, and came too late to hold its outcome: nobody waits for it any more"""
 
 
 class Saved(msgspec.Struct, frozen=True, tag="saved"):

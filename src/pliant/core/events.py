@@ -132,10 +132,11 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The worker left ``join`` in good order; ``left``: because it was asked to go."""
+    """The worker left ``join`` in good order; ``left``: because it was asked to go, or the run is ``over`` for all."""
 
     worker: WorkerId
     left: bool = False
+    over: bool = False
 
 
 class ConnectionLost(msgspec.Struct, frozen=True):

@@ -250,8 +250,8 @@ def _told(state: Roster, worker: Worker, event: OfWorker, now_s: float) -> Step:
             return whereabouts.entered(state, worker, event, now_s)
         case Failed():
             return _failed(state, worker, event, now_s)
-        case Finished(left=left):
-            return _finished(state, worker, left, now_s)
+        case Finished():
+            return _finished(state, worker, event, now_s)
         case _:
             assert_never(event)
 
@@ -330,19 +330,21 @@ def _failed(state: Roster, worker: Worker, event: Failed, now_s: float) -> Step:
     return state, (*close, *effects)
 
 
-def _finished(state: Roster, worker: Worker, left: bool, now_s: float) -> Step:
+def _finished(state: Roster, worker: Worker, event: Finished, now_s: float) -> Step:
     """A worker has left ``join`` in good order."""
     close = (Close(worker.line.peer),) if isinstance(worker.line, Connected) else ()
     if not isinstance(worker.standing, Member | Departing):
-        if state.last_era == 0 and not left:
+        if state.last_era == 0 and not event.left:
             reason = "left pliant.join before training began"
             return _failed(state, worker, Failed(worker.name, reason, fatal=True), now_s)
-        return endings.gone(state, worker, Fate.LEFT if left else Fate.FINISHED), close
-    if not left:
+        return endings.gone(state, worker, Fate.LEFT if event.left else Fate.FINISHED), close
+    if not event.left:
         return endings.finished(state, worker, now_s)
     planned = isinstance(state.course, Planned) and worker.name not in state.course.plan.roster
+    # At the run's end all have handed in their last ticket: the others come to it without this one.
+    spared = planned or event.over
     state = endings.gone(state, worker, Fate.LEFT)
-    if isinstance(worker.standing, Member) and not planned and not isinstance(state.course, Idle | Halting):
+    if isinstance(worker.standing, Member) and not spared and not isinstance(state.course, Idle | Halting):
         # Nobody had planned to do without it.
         state = replace(state, broken=f"{worker.name} left", last_loss=(f"{worker.name} left", None))
     return state, (*close, Note("left", f"{worker.name} left", worker.name))

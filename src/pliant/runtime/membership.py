@@ -120,7 +120,7 @@ class Membership:
         except Left:
             self.worker.close()
             if self.link is not None:
-                self.link.finish(left=True)
+                self.link.finish(left=True, over=self.worker.group.over)
             raise
         except BaseException:
             self.worker.close()

@@ -102,8 +102,8 @@ def event(worker: WorkerId, message: messages.FromWorker, calls: Sequence[MadeCa
             return events.Entered(worker, era, exchange)
         case messages.Failed(reason=reason, fatal=fatal, own=own):
             return events.Failed(worker, first_line(reason) or "no reason given", fatal, own)
-        case messages.Finished(left=left):
-            return events.Finished(worker, left)
+        case messages.Finished(left=left, over=over):
+            return events.Finished(worker, left, over)
         case (
             messages.Hello() | messages.Put() | messages.Lines() | messages.Plan() | messages.Saved() | messages.Beat()
         ):

@@ -320,7 +320,7 @@ class Worker:
         self._member.witness.confirmed()
         if self._eras is not None:
             self._eras.place.link.send_lines_again()
-            self._eras.place.link.finish(left=True)
+            self._eras.place.link.finish(left=True, over=True)
         raise Left
 
     def leave_if_late(self) -> None:

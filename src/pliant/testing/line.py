@@ -139,6 +139,9 @@ class VirtualLink(Link):
     def stopped(self, era: int, exchange: int, *, active: bool, whole: bool = True, failed: str = "") -> None:
         self.stopped_era = max(self.stopped_era, era)
         self.process.world.note("stopped", self.worker, era, exchange, active, whole, failed[:40])
+        if active or exchange > 0:
+            # Who was only on its way into an era has none that could be broken.
+            self.process.world.note("broken off", self.worker)
         self.lacking = active and not whole
         if self.lacking:
             self.process.world.note("lacking", self.worker)

@@ -279,7 +279,7 @@ class Simulation:
             self.checker.conclude(completed=end.completed)
             # A coordinator that dies while everybody says goodbye leaves nobody who knows that all went well.
             forgotten = self.checker.over and self.host.restarts > 0
-            if self.scene.unbroken and self.world.counts.get("stopped"):
+            if self.scene.unbroken and self.world.counts.get("broken off"):
                 raise Violation("an era was broken, and nothing was wrong but that a newcomer could not be reached")
             if not end.completed and not forgotten and not self._may_end(end.reason):
                 raise Violation(f"the run ended: {end.reason}")

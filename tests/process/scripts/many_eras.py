@@ -91,7 +91,7 @@ class Line:
 
     def send_lines_again(self) -> None: ...
 
-    def finish(self, *, left: bool) -> None:
+    def finish(self, *, left: bool, over: bool = False) -> None:
         self.has_left = left
 
     def fail(self, reason: str, *, shown: bool, fatal: bool = False) -> None:
