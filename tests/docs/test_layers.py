@@ -87,6 +87,7 @@ def test_core_has_no_effects() -> None:
 
 WHOLE = {
     ("arrivals", "agent_arrived"),
+    ("dealing", "contribution_limits"),
     ("dealing", "floating"),
     ("dealing", "without_crumbs"),
     ("drawing", "made_up"),
