@@ -96,7 +96,7 @@ def trained(directory: str, rounds: int) -> Course:
             began_s = time.perf_counter()
             run.backward(F.cross_entropy(model(x), y))
             course.micro_batch_s.append(time.perf_counter() - began_s)
-            if run.step() and saving._writing is None:
+            if run.step() and saving._writing is None and saving._room is None:
                 course.rest()
                 if run.round >= rounds:
                     break
@@ -108,7 +108,7 @@ def trained(directory: str, rounds: int) -> Course:
 
 def _watch(saving: Any, training: Any, course: Course) -> None:
     """Time every copy and every writing, and note the memory that they take."""
-    save, finish_copy = saving.save, training.finish_copy
+    prepare, save, finish_copy = saving.prepare, saving.save, training.finish_copy
 
     def timed(work: Callable[[], object]) -> None:
         began_s, used_s = time.perf_counter(), time.thread_time()
@@ -116,10 +116,16 @@ def _watch(saving: Any, training: Any, course: Course) -> None:
         course.paused_s[-1] += time.perf_counter() - began_s
         course.copied_s[-1] += time.thread_time() - used_s
 
+    def prepared(*arguments: Any) -> bool:
+        if saving._room is None:
+            course.begin()
+            course.paused_s.append(0.0)
+            course.copied_s.append(0.0)
+            timed(lambda: prepare(*arguments))
+            return False
+        return prepare(*arguments)
+
     def saved(*arguments: Any) -> None:
-        course.begin()
-        course.paused_s.append(0.0)
-        course.copied_s.append(0.0)
         timed(lambda: save(*arguments))
 
     def finished() -> None:
@@ -135,7 +141,7 @@ def _watch(saving: Any, training: Any, course: Course) -> None:
 
         return Thread(written)
 
-    saving.save, saving._begin, training.finish_copy = saved, begin, finished
+    saving.prepare, saving.save, saving._begin, training.finish_copy = prepared, saved, begin, finished
     _forget_peak()
 
 

@@ -218,6 +218,53 @@ def test_a_copy_that_does_not_fit_fails_the_checkpoint_alone(writer: Writer, mon
     assert not writer.disk.written and "no room" in str(writer.tasks[0].failed)
 
 
+def test_the_memory_is_made_ready_before_the_copy_begins(writer: Writer, pieces: list[str]) -> None:
+    assert not writer.saving.prepare(writer.training)
+    assert not writer.saving.prepare(writer.training) and len(writer.tasks) == 1, "asked for once"
+    writer.tasks[0].run()
+    assert writer.saving.prepare(writer.training) and not pieces
+    expected = writer.state()
+    writer.save()
+    writer.update()
+    writer.tasks[1].run()
+    written = writer.disk.written[0]
+    assert same(written, expected)
+    copies = [value for p in ("p0", "p1", "p2", "p3") for value in (written[p]["value"], *written[p]["state"].values())]
+    assert len({each.untyped_storage().data_ptr() for each in copies}) == 1, "all in the memory that was ready"
+    assert not writer.saving.prepare(writer.training), "the next one has its own"
+
+
+def test_what_has_come_since_is_copied_elsewhere() -> None:
+    sources = [torch.rand(5), torch.rand(3, 2), torch.rand(2000)]
+    room = copying.Room(sources[:2])
+    room.make()
+    copy = Copying(room)
+    found = copy.of(sources)
+    copy.finish()
+    assert all(torch.equal(a, b) for a, b in zip(found, sources, strict=True))
+    starts = [each.untyped_storage().data_ptr() for each in found]
+    assert starts[0] == starts[1] != starts[2]
+    assert all(each.data_ptr() % 64 == 0 for each in found[:2])
+
+
+def test_no_memory_for_a_copy_is_said_and_tried_again(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise MemoryError("no room")
+
+    writer.now_s = 10.0
+    writer.saving.prepare(writer.training)
+    with monkeypatch.context() as patch:
+        patch.setattr(copying.np, "empty", full)
+        writer.tasks[0].run()
+    writer.look()
+    assert "no memory for a checkpoint (no room); training goes on" in capsys.readouterr().err
+    assert not writer.saving.is_due
+    writer.now_s += 2.1
+    assert writer.saving.is_due and not writer.saving.prepare(writer.training) and len(writer.tasks) == 2
+
+
 def test_two_threads_share_a_large_tensor(pieces: list[str]) -> None:
     source = torch.arange(6 * copying._PIECE_BYTES // 4, dtype=torch.float32)
     copy = Copying()
@@ -232,9 +279,13 @@ def test_two_threads_share_a_large_tensor(pieces: list[str]) -> None:
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.bfloat16, torch.float64, torch.int64, torch.complex64])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 2)])
-def test_every_kind_of_tensor_is_copied(kind: torch.dtype, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("ready", [False, True])
+def test_every_kind_of_tensor_is_copied(kind: torch.dtype, shape: tuple[int, ...], ready: bool) -> None:
     sources = [(torch.rand(shape) * 3).to(kind), (torch.rand(*shape, 4, 2) * 3).to(kind).transpose(-1, -2)]
-    copy = Copying()
+    room = copying.Room(sources)
+    if ready:
+        room.make()
+    copy = Copying(room if ready else None)
     found = copy.of({"nested": [sources, ("text", 1)]})
     copy.finish()
     assert found["nested"][1] == ("text", 1)

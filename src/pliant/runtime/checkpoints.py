@@ -57,7 +57,9 @@ class Checkpoints:
         saving.look(member.witness.certain, tell)
         if link is not None:
             saving.tidy(link.mailbox.named)
-        if saving.is_due and (drawn or not self._draws) and self._writes():
+        if not saving.is_due or not self._writes():
+            return
+        if saving.prepare(member.training) and (drawn or not self._draws):
             saving.save(member.training, self._carried, member.handed)
 
     @property

@@ -1,8 +1,9 @@
 """Checkpoints: when one is written, when it counts, and how a run goes on from it.
 
 Question  Which moment of a run can be gone back to, and who may say that a checkpoint of it exists?
-Holds     The state is that between two micro-batches. Weights and optimizer state are copied in the background; that
-          copy is complete before either is changed, and is written from there. There is one copy at a time. All members
+Holds     The state is that between two micro-batches. Weights and optimizer state are copied in the background, into
+          memory that was made ready there; that copy is complete before either is changed, and is written from there.
+          There is one copy at a time. All members
           have settled the exchange it is of before the coordinator is told, so that it can never be of a round that
           is void. What cannot be written or read is said, and tried again.
 Source    docs/design/0014-checkpoints.md.
@@ -25,7 +26,7 @@ from pliant.runtime import takeover
 from pliant.runtime.eras import Handed
 from pliant.runtime.update import Training
 from pliant.tensors.checkpoint import Manifest
-from pliant.tensors.copying import Copying
+from pliant.tensors.copying import Copying, Room
 
 _AGAIN = 0.2
 """After a failure the next one is tried after this part of the usual time."""
@@ -89,6 +90,8 @@ class Saving:
         """counted from the end of the last one"""
         self._at_once = False
         """the script changes weights between two updates: copy them before it goes on"""
+        self._room: tuple[Room, Task] | None = None
+        """memory for the next copy, and who makes it ready"""
         self._writing: tuple[Manifest | None, Task] | None = None
         """None: what is being written is of no use any more"""
         self._written: Manifest | None = None
@@ -125,6 +128,13 @@ class Saving:
     def is_due(self) -> bool:
         return self._writing is None and self._clock() >= self._due_s
 
+    def prepare(self, training: Training) -> bool:
+        """Make memory for a copy ready, in the background; whether it is."""
+        if self._room is None:
+            room = takeover.room_for_parameters(training)
+            self._room = room, self._begin(room.make)
+        return self._room[1].over
+
     def save(self, training: Training, carried: Mapping[str, Any], handed: Handed) -> None:
         """Copy the state as of now, and write it, in the background.
 
@@ -140,7 +150,8 @@ class Saving:
         # An object of the script may show the model's weights; plain values do not.
         with training.plain(weights=any(hasattr(value, "state_dict") for value in users.values())):
             state = takeover.snapshot(training, own, [*small, *([takeover.STATE] if users else [])])
-        copying = Copying()
+        copying = Copying(self._room[0] if self._room is not None and self._room[1].over else None)
+        self._room = None
         state |= takeover.copy_parameters(training, copying)
         if self._at_once:
             training.finish_copy()
@@ -161,6 +172,9 @@ class Saving:
 
         ``certain``: so many journal records are of exchanges that everybody has settled.
         """
+        if self._room is not None and self._room[1].failed is not None:
+            _say(f"no memory for a checkpoint ({self._room[1].failed}); training goes on, and it is tried again")
+            self._room, self._due_s = None, self._clock() + self._every_s * _AGAIN
         if self._writing is not None and self._writing[1].over:
             (manifest, task), self._writing = self._writing, None
             self._due_s = self._clock() + self._every_s * (1.0 if task.failed is None else _AGAIN)
@@ -174,7 +188,7 @@ class Saving:
 
     def forget(self) -> None:
         """This worker does not hold the state any more: what it has written may be of a round that is void."""
-        self._written = None
+        self._written = self._room = None
         if self._writing is not None:
             self._writing = None, self._writing[1]
 

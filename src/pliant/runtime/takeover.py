@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from pliant.core import portions
 from pliant.runtime.update import Training
 from pliant.tensors import memory
-from pliant.tensors.copying import Copying
+from pliant.tensors.copying import Copying, Room
 from pliant.tensors.gradients import Buffer
 from pliant.worker.kept_rounds import KeptResult, KeptRound, Request
 
@@ -445,6 +445,11 @@ def copy_parameters(training: Training, copying: Copying) -> dict[str, Any]:
         parts[f"p{index}"] = {"value": value, "state": copying.of(dict(state))}
     training.copying = copying
     return parts
+
+
+def room_for_parameters(training: Training) -> Room:
+    """Memory for such a copy."""
+    return Room(training.parameters, [dict(training.optimizer.state.get(p, {})) for p in training.parameters])
 
 
 def users_state_of(carried: Mapping[str, Any]) -> dict[str, Any]:

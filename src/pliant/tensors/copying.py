@@ -3,15 +3,17 @@
 Question  How is a large state copied without a pause of the thread that trains?
 Holds     The copy is made in small pieces, by a thread in the background and by ``finish``. A thread that is about to
           change what is copied calls ``finish`` first: it makes the pieces that are left itself, so it never waits for
-          more than one piece. A tensor that was changed in between makes the copy unusable, and that is noticed.
+          more than one piece. A tensor that was changed in between makes the copy unusable, and that is noticed. The
+          memory for it can be had before: the first use of a page may take longer than ten copies of it.
 Source    docs/design/0014-checkpoints.md.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,12 +25,43 @@ from pliant.tensors import memory
 
 _PIECE_BYTES = 8 << 20
 """copied in about 2 ms: what a thread that calls ``finish`` may have to wait for"""
+_PAGE_BYTES = 4096
+# Where torch's own tensors begin: at a cache line.
+_ALIGN = 64
+
+
+class Room:
+    """Memory for the copy of a state, in use before the copy begins."""
+
+    def __init__(self, *states: Any) -> None:
+        self._size = sum(_size_of(state) for state in states)
+        self._memory: Tensor | None = None
+        self._taken = 0
+
+    def make(self) -> None:
+        """Get the memory, and touch every page of it; in the background."""
+        touched: Any = np.empty(self._size + _ALIGN, dtype=np.uint8)
+        for start in range(0, touched.size, _PIECE_BYTES):
+            touched[start : start + _PIECE_BYTES : _PAGE_BYTES] = 0
+        found = torch.from_numpy(touched)
+        start = -found.data_ptr() % _ALIGN
+        self._memory = found[start : start + self._size]
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor; elsewhere, if there is no room for it."""
+        size = math.prod(shape) * dtype.itemsize
+        start, stop = self._taken, self._taken + size
+        if self._memory is None or size == 0 or stop > self._size:
+            return memory.fresh(shape, dtype)
+        self._taken += _rounded(size)
+        return self._memory[start:stop].view(dtype).view(tuple(shape))
 
 
 class Copying:
     """A copy that is being made."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: Room | None = None) -> None:
+        self._room_for = memory.fresh if room is None else room.take
         self._pieces: deque[Callable[[], None]] = deque()
         self._condition = threading.Condition()
         self._under_way = 0
@@ -49,13 +82,21 @@ class Copying:
     def of_tensor(self, source: Any) -> Any:
         """The same for one tensor."""
         source = source.detach()
-        copy = _room_for(source)
+        copy = self._room(source)
         if isinstance(source, Tensor) and source.device.type == "cpu" and source.is_contiguous():
             pairs = zip(_cut(copy), _cut(source), strict=True)
             self._pieces += [self._guarded(source, lambda a=a, b=b: np.copyto(a, b)) for a, b in pairs]
         else:
             self._pieces.append(self._guarded(source, _device_copy(copy, source)))
         return copy
+
+    def _room(self, source: Any) -> Any:
+        """Memory for a copy on the host."""
+        if not isinstance(source, Tensor):
+            return source.clone()
+        if source.is_contiguous():
+            return self._room_for(source.shape, source.dtype)
+        return torch.empty_like(source, device="cpu")
 
     def _guarded(self, source: Any, copy: Callable[[], object]) -> Callable[[], None]:
         before = _version(source)
@@ -102,13 +143,17 @@ def _version(source: Any) -> int:
     return source._version if isinstance(source, Tensor) else 0
 
 
-def _room_for(source: Any) -> Any:
-    """Memory for a copy on the host, not touched yet."""
-    if not isinstance(source, Tensor):
-        return source.clone()
-    if source.is_contiguous():
-        return memory.fresh(source.shape, source.dtype)
-    return torch.empty_like(source, device="cpu")
+def _size_of(value: Any) -> int:
+    """What a copy takes of a ``Room``."""
+    if isinstance(value, dict):
+        return sum(map(_size_of, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_size_of, value))
+    return _rounded(value.nbytes) if isinstance(value, Tensor) and value.is_contiguous() else 0
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
 
 
 def _cut(tensor: Tensor) -> list[Any]:
