@@ -36,7 +36,9 @@ def habits(draw: Any, *, processes: bool = False) -> Habits:
     if drawn.schedule in ("batch", "cycle"):
         # torch's own schedulers do not know a group that comes later.
         drawn = _without(drawn, "add group")
-    if drawn.momentum and drawn.kernel == "fused" and (drawn.model == "branch" or drawn.does("unfreeze")):
+    # Normalization is passed over for a micro-batch of one sample.
+    late = drawn.model == "branch" or (drawn.norm and drawn.model != "cnn") or drawn.does("unfreeze")
+    if drawn.momentum and drawn.kernel == "fused" and late:
         # torch's own kernel fails where a parameter of a group gets its first gradient later than others.
         drawn = replace(drawn, kernel="")
     if drawn.ema and drawn.norm:
