@@ -77,7 +77,8 @@ class Reference:
         self._fronts: dict[tuple[int, int], int] = {}
         self._versions: dict[int, Kit] = {}
         self._factors = {0: 1.0}
-        self._handed_in: dict[int, tuple[Sum, Point]] = {}
+        self._handed_in: dict[int, tuple[Sum, Point, frozenset[str]]] = {}
+        """what each contributed last, where it was computed, and what it was summed for"""
         self._changed = 0
         self._agreed = frozenset[str]()
         """what the group trains"""
@@ -159,7 +160,7 @@ class Reference:
         for member, ticket in enumerate(told.tickets):
             part = self._drawn(member, outcome, ticket)
             own = self._contribution(member, outcome.round, part, ticket.point).only(layout)
-            self._handed_in[member] = own, ticket.point
+            self._handed_in[member] = own, ticket.point, layout
             total.add(own)
             samples += sum(len(drawn.indices) for drawn in part)
             for drawn in part:
@@ -217,9 +218,9 @@ class Reference:
         plain = self._versions[point.early_round]
         if not point.ahead:
             return plain
-        before, handed = self._handed_in[member]
+        before, handed, layout = self._handed_in[member]
         if self._habits.optimizer in ("sgd", "adam", "adamw"):
-            return ahead(plain, before, self._factors[point.early_round])
+            return ahead(plain, before, self._factors[point.early_round], layout)
         return repeated(plain, plain if handed.fresh else self._versions[point.early_round - 1])
 
     def _gradient(self, kit: Kit, drawn: Drawn) -> Sum:
@@ -267,13 +268,16 @@ def step_schedule(kit: Kit) -> None:
         kit.scheduler.step()
 
 
-def ahead(plain: Kit, own: Sum, factor: float) -> Kit:
-    """After a real step of a copied optimizer on a worker's own mean gradient; without one, where momentum leads."""
+def ahead(plain: Kit, own: Sum, factor: float, layout: frozenset[str]) -> Kit:
+    """After a real step of a copied optimizer on a worker's own mean gradient; without one, where momentum leads.
+
+    ``layout``: what the coming update is for. A frozen layer stays where it is, whatever its momentum.
+    """
     kit = plain.twin()
     if own.weight > 0 and not own.infinite:
         update(kit, own, factor)
         return kit
-    moving = {name: torch.zeros_like(p) for name, p in kit.named() if _moves(kit, p)}
+    moving = {name: torch.zeros_like(p) for name, p in kit.named() if name in layout and _moves(kit, p)}
     _step(kit, moving, factor)
     return kit
 
