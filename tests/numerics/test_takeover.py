@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from numerics.trainings import training_of
+from pliant.core.group import Group, OpenPhase, Policy, Standing, founded
+from pliant.core.ledger import Hand, Ledger
+from pliant.core.tickets import Kind
+from pliant.runtime.eras import Eras
+from pliant.runtime.place import Seat
 from pliant.runtime.takeover import META, STATE, Takeover, at_end_of, snapshot
 from pliant.tensors.buffers import Buffers
+from pliant.types import WorkerId
 
 
 class Line:
@@ -22,10 +30,12 @@ class Line:
         self.address = address
         self.failed: str | None = None
         self.asked: list[tuple[int, list[str]]] = []
+        self.eras: list[int] = []
         self.answers: deque[Any] = deque()
 
     def request(self, era: int, as_of: int, want: Sequence[str]) -> None:
         self.asked.append((as_of, list(want)))
+        self.eras.append(era)
 
     def answer(self, exchange: int, updates: int) -> None:
         self.answers.append((exchange, {name: {"updates": updates} for name in self.asked[-1][1]}))
@@ -151,3 +161,74 @@ def test_a_merge_that_is_void_is_taken_back() -> None:
     assert summed is not None and summed.numel() == 2
     buffers.begin_anew(0)
     assert buffers.hand_in(1.0, leader=True) is None
+
+
+class Spare:
+    """A worker for which there is no sample: the others run the code in the loop body."""
+
+    def __init__(self) -> None:
+        model = nn.Linear(2, 1)
+        self.training = training_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        self.lines: list[Line] = []
+        self.served: Any = None
+        place, donor, state = SimpleNamespace(me="w2"), SimpleNamespace(serve=self._serve), {"state": {"updates": 3}}
+        share: Any = None
+        self.eras = Eras(place, donor, self._connect, state, share, share)  # type: ignore[arg-type]
+        roster = tuple(map(WorkerId, ("w0", "w1", "w2")))
+        addresses = {worker: f"{worker}'s" for worker in roster}
+        self.eras.entered(Seat(None, 4, roster, 2, addresses))
+        # Two of them compute.
+        held = Ledger(30, 0, (), (Hand(),) * 3)
+        computed = (True, True, False)
+        phase = OpenPhase(1, Kind.TRAIN, 0, 30, (2,) * 3, (0,) * 3, held, took_part=computed, present=(True,) * 3)
+        self.before = replace(founded(Policy(4), 3, roster), exchange=33, open=(phase,))
+
+    def _connect(self, address: str) -> Line:
+        self.lines.append(Line(address))
+        return self.lines[-1]
+
+    def _serve(self, era: int, exchange: int, snapshot: Any) -> None:
+        self.served = snapshot
+
+    def now(self, *standings: Standing) -> Group:
+        """An era later, in what the script does with the update."""
+        return replace(self.before, era=4, exchange=40, standings=standings)
+
+
+@pytest.fixture
+def spare() -> Iterator[Spare]:
+    found = Spare()
+    yield found
+    found.training.close()
+
+
+def test_who_lost_its_place_in_the_hook_is_not_asked_for_what_follows(spare: Spare) -> None:
+    now = spare.now(Standing.FOLLOWING, Standing.ACTIVE, Standing.ACTIVE)
+    spare.eras.fell_behind(spare.training, spare.before, now, leaving=False)
+    assert not spare.eras.users_state_arrived(now, None)
+    assert [line.address for line in spare.lines] == ["w1's"]
+    # Of an earlier era's exchange it would answer at once, before it has run that code.
+    assert (spare.lines[0].asked, spare.lines[0].eras) == ([(40, [STATE])], [4])
+    spare.lines[0].answer(40, updates=4)
+    assert spare.eras.users_state_arrived(now, None)
+    assert spare.eras.holds_all
+
+
+def test_where_nobody_runs_what_follows_the_own_state_is_the_newest(spare: Spare) -> None:
+    now = spare.now(Standing.FOLLOWING, Standing.FOLLOWING, Standing.ACTIVE)
+    spare.eras.fell_behind(spare.training, spare.before, now, leaving=False)
+    assert spare.eras.holds_all
+
+
+def test_who_leaves_hands_its_state_on_unless_somebody_is_ahead_now(spare: Spare) -> None:
+    now = spare.now(Standing.FOLLOWING, Standing.FOLLOWING, Standing.LEAVING)
+    spare.eras.fell_behind(spare.training, spare.before, now, leaving=True)
+    # By now one of them has taken the state over.
+    later = replace(spare.now(Standing.ACTIVE, Standing.FOLLOWING, Standing.LEAVING), exchange=41)
+    spare.eras.serve(spare.training, later, None)
+    assert spare.served([STATE], 41)[STATE]["updates"] == 3
+    ahead = spare.now(Standing.FOLLOWING, Standing.ACTIVE, Standing.LEAVING)
+    spare.eras.fell_behind(spare.training, spare.before, ahead, leaving=True)
+    spare.eras.serve(spare.training, ahead, None)
+    with pytest.raises(LookupError, match="newer"):
+        spare.served([STATE], 41)

@@ -112,6 +112,12 @@ def _active(group: Group) -> list[WorkerId]:
     return [worker for worker, standing in pairs if standing is Standing.ACTIVE]
 
 
+def _holders(group: Group) -> list[WorkerId]:
+    """Who holds the state, in the roster's order. Who leaves does, too, and may be the last one to hold it."""
+    pairs = zip(group.roster, group.standings, strict=True)
+    return [worker for worker, standing in pairs if standing is not Standing.FOLLOWING]
+
+
 class Donor(Protocol):
     """Hands this worker's state on (``tensors.handoff.Donor``)."""
 
@@ -300,8 +306,7 @@ class Eras:
         ``knows_best``: of all who are left this worker is the donor, whatever it lacks.
         """
         # Who takes the state over has run that code, too, but waits for the outcome like any newcomer.
-        pairs = zip(group.roster, group.standings, strict=True)
-        self._ahead &= {worker for worker, standing in pairs if standing is not Standing.FOLLOWING}
+        self._ahead &= set(_holders(group))
         if self._takeover is None:
             self._own_is_newest = False
             return
@@ -319,9 +324,7 @@ class Eras:
         """The addresses of those who hold the state, the era's donor first."""
         standings = dict(zip(group.roster, group.standings, strict=True))
         first = seat.roster[seat.donor]
-        # Who leaves holds the state too, and may be the last one to hold it.
-        holders = [worker for worker, standing in standings.items() if standing is not Standing.FOLLOWING]
-        donors = sorted(holders, key=lambda worker: (standings[worker] is Standing.LEAVING, worker != first))
+        donors = sorted(_holders(group), key=lambda worker: (standings[worker] is Standing.LEAVING, worker != first))
         return [seat.addresses[worker] for worker in donors if worker in seat.addresses and worker != self.place.me]
 
     def _others_computing(self, group: Group) -> list[str]:
@@ -371,14 +374,16 @@ class Eras:
         """An era has begun."""
         self._addresses = seat.addresses
 
-    def fell_behind(self, training: Training, group: Group, *, leaving: bool) -> None:
-        """The script's code for an update has run on those who compute in ``group``, and not here: ask one of them.
+    def fell_behind(self, training: Training, before: Group, group: Group, *, leaving: bool) -> None:
+        """The script's code for an update runs on those who computed in ``before``, and not here: ask one of them.
 
+        Whoever does not hold the state in ``group``, that of now, does not run it either: an era has ended meanwhile.
         Who leaves needs it no more.
         """
-        computing = [worker for member, worker in enumerate(group.roster) if drawing.speaks(group, member)]
+        spoke = {worker for member, worker in enumerate(before.roster) if drawing.speaks(before, member)}
+        computing = [worker for worker in _holders(group) if worker in spoke]
         if leaving and computing:
-            self._missed, self._ahead = min(self._missed, group.exchange + 1), frozenset(computing)
+            self._missed, self._ahead = min(self._missed, before.exchange + 1), frozenset(computing)
         if leaving or self._takeover is not None:
             return
         donors = [self._addresses[worker] for worker in computing if worker in self._addresses]

@@ -288,7 +288,8 @@ class Exchanges:
         """The script's code for this update runs on those who compute, and not here."""
         member = self._member
         if member.eras is not None and not member.follows:
-            member.eras.fell_behind(member.training, before, leaving=member.standing is Standing.LEAVING)
+            leaving = member.standing is Standing.LEAVING
+            member.eras.fell_behind(member.training, before, member.group, leaving=leaving)
 
     def _give_up_if_hopeless(self) -> None:
         if self._member.group.skipped_in_a_row >= rounds.MAX_SKIPPED_IN_A_ROW:

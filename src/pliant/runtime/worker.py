@@ -232,6 +232,9 @@ class Worker:
         work = self._member.work
         while self._still_in(phase):
             self._look_around()
+            if not self._member.is_in(phase):
+                # It has ended while the script was in what it does with an update.
+                continue
             if not self._speaks(phase):
                 self._following.follow()
                 continue
