@@ -278,6 +278,11 @@ class Eras:
         return self._takeover is None
 
     @property
+    def _holds_users_state(self) -> bool:
+        """Whether the user's state here is that of the last update: nobody is to get another one, now or later."""
+        return self._takeover is None or self._own_is_newest
+
+    @property
     def complete(self) -> bool:
         """Whether this worker holds everything but the user's own state."""
         return self._takeover is None or self._takeover.complete
@@ -418,6 +423,8 @@ class Eras:
 
     def keep_users_state(self, left: str) -> None:
         """Somebody may come to the end of this call without the user's state: keep it as it is now."""
+        if not self._holds_users_state:
+            return
         # Between two exchanges a script may leave a call and the loop around it.
         kept = list(self._left.items())[-(_DEPTH - 1) :]
         self._left = {**dict(kept), takeover.at_end_of(left): takeover.users_state_of(self._carried)}
@@ -429,7 +436,7 @@ class Eras:
         """
         if exchange is None:
             self._kept = {}
-        elif exchange not in self._kept:
+        elif exchange not in self._kept and self._holds_users_state:
             # Nobody settles two exchanges more than the one who asks.
             last = {number: state for number, state in self._kept.items() if number == exchange - 1}
             self._kept = {**last, exchange: takeover.users_state_of(self._carried)}

@@ -199,6 +199,8 @@ class Worker:
             return past
         script = self._member.script
         self._exchanges.finish_draining()
+        # Left over where an era has ended in between. The state that is taken over below is the one after that code.
+        self._exchanges.follow_update()
         while True:
             past = script.past(self.group)
             if past is not None:
