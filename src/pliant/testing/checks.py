@@ -57,8 +57,6 @@ class Checker:
         """at some time nobody who held the state could do anything with it"""
         self.checkpoints = 0
         """that the journal names"""
-        self.copies_kept = COPIES
-        """of all gradients, by a newcomer at most"""
         self.tainted = False
         """a worker whose weights had been changed may have been believed: they are not those of the journal"""
         self.state_lost = False
@@ -142,7 +140,7 @@ class Checker:
 
     def kept(self, name: str, kept_bytes: int, training: VirtualTraining) -> None:
         """A newcomer keeps gradients of past rounds: at most twice as much as one round has, or little."""
-        most = max(self.copies_kept * sum(p.nbytes for p in training.parameters), SMALL_BYTES)
+        most = max(COPIES * sum(p.nbytes for p in training.parameters), SMALL_BYTES)
         self.require(kept_bytes <= most, f"{name} keeps {kept_bytes} bytes of gradients, and {most} are too many")
 
     def _compare(self, name: str, standing: Standing, group: Group, weights: tuple[int, ...]) -> None:
