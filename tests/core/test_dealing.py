@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from scenes import scenes
 
-from pliant.core import dealing, ledger, overlap, regrouping
-from pliant.core.group import OpenPhase, Policy, founded
+from pliant.core import agreement, dealing, drawing, ledger, overlap, regrouping, rounds
+from pliant.core.group import Group, OpenPhase, Policy, Standing, founded
 from pliant.core.journal import PhaseEndRecord, PhaseRecord, RoundRecord
 from pliant.core.ledger import samples_of
 from pliant.core.pace import Pace, Pacing
 from pliant.core.shares import shares
-from pliant.core.tickets import Flag, Kind
+from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import WorkerId
 
 
@@ -98,6 +98,125 @@ def test_limits_of_contributions_add_up_to_the_bound(
     working = min(len(sizes), at_most)
     assert all(size <= bound for size, bound in zip(cut[:working], limits[:working], strict=True))
     assert limits[working:] == (0,) * (len(sizes) - working)
+
+
+@settings(max_examples=80)
+@given(groups(), st.integers(1, 300), st.data())
+def test_who_holds_a_larger_micro_batch_may_hand_it_in(
+    group: tuple[Pacing, list[int], list[int]], at_most: int, data: st.DataObject
+) -> None:
+    """It was dealt when there were fewer workers."""
+    pacing, sizes, _ = group
+    working = min(len(sizes), at_most)
+    largest = data.draw(st.lists(st.integers(0, at_most), min_size=len(sizes), max_size=len(sizes)))
+    plain = dealing.contribution_limits(pacing, at_most, len(sizes))
+    limits = dealing.contribution_limits(pacing, at_most, len(sizes), largest)
+    assert dealing.contribution_limits(pacing, at_most, len(sizes), [0] * len(sizes)) == plain
+    assert all(held <= limit for held, limit in zip(largest[:working], limits[:working], strict=True))
+    assert limits[working:] == (0,) * (len(sizes) - working)
+    least = max(1, at_most // (2 * len(sizes)))
+    needed = sum(max(least, held) for held in largest[:working])
+    assert sum(limits) == max(needed, at_most), "what is left is shared out"
+    kept = dealing.within(limits, at_most)
+    assert sum(kept) <= at_most
+    assert kept == limits if needed <= at_most else kept[limits.index(max(limits))] == max(limits)
+    assert all(one in (0, limit) for one, limit in zip(kept, limits, strict=True))
+
+
+NAMES = tuple(WorkerId(f"w{member}") for member in range(4))
+
+
+def bounded(at_most: int, *hands: tuple[int, ...], working: int | None = None, samples: int = 400) -> Group:
+    """A group in a loop with a bounded open batch: the micro-batches that each member holds; the last ones follow."""
+    working = len(hands) if working is None else working
+    group = founded(Policy(8, floating=True, at_most=at_most, delay=1), 1, NAMES[: len(hands)])
+    held = ledger.opened(samples, len(hands))
+    for member, micro_batches in enumerate(hands):
+        if micro_batches:
+            held = ledger.grant(ledger.deal(held, member, micro_batches), member, len(micro_batches))
+    here = tuple(member < working for member in range(len(hands)))
+    sizes = (at_most,) * len(hands)
+    phase = OpenPhase(1, Kind.TRAIN, 0, samples, sizes, (0,) * len(hands), held, here, here)
+    standings = tuple(Standing.ACTIVE if each else Standing.FOLLOWING for each in here)
+    return replace(group, standings=standings, open=(phase,), phases=1, exchange=1, round=1)
+
+
+def settled(group: Group, drawn: tuple[int, ...], ready: int | None = None) -> Group:
+    """After a round to which each member has handed in so many micro-batches; ``ready``: who computes from now on."""
+    tickets: list[Ticket] = []
+    for member, count in enumerate(drawn):
+        samples = sum(map(samples_of, group.phase.ledger.hands[member].queue[:count]))
+        flags = Flag.FOLLOWING if group.standings[member] is Standing.FOLLOWING else Flag.NONE
+        flags |= Flag.READY if member == ready else Flag.NONE
+        tickets.append(
+            Ticket(
+                1,
+                group.round,
+                group.phases,
+                Kind.TRAIN,
+                flags,
+                size=group.phase.sizes[member],
+                micro_batches=count,
+                samples=samples,
+                weight=float(samples),
+                busy_s=0.01,
+                digest=agreement.digest(group),
+                exchange=group.exchange,
+            )
+        )
+    decision = rounds.settled(group, tickets)
+    assert isinstance(decision, tuple)
+    return decision[0]
+
+
+def test_a_contribution_keeps_the_limits_it_was_begun_with_though_somebody_joins() -> None:
+    """The others may have drawn up to the bound already when the newcomer is ready, in the middle of the next round."""
+    before = bounded(12, (3,) * 6, (3,) * 6, (), working=2)
+    begun = [drawing.allowance(before, member, 1).samples for member in range(2)]
+    assert begun == [6, 6]
+    joined = settled(before, (1, 1, 0), ready=2)
+    assert joined.standings[2] is Standing.ACTIVE and joined.phase.present[2]
+    assert joined.phase.limits == drawing.sample_limits(before) == (6, 6, 0)
+    # What was begun beside the round that has just been settled.
+    assert [drawing.allowance(joined, member, 0).samples for member in range(2)] == begun
+    assert drawing.allowance(joined, 2, 0).micro_batches == 0, "it has no part in that one"
+    # What is begun beside that: the bound is shared by three.
+    fresh = [drawing.allowance(joined, member, 1).samples for member in range(3)]
+    assert fresh == list(drawing.sample_limits(joined)) and sum(each or 0 for each in fresh) == 12
+    assert all(fresh), "the newcomer is one of them"
+    after = settled(joined, (1, 1, 0))
+    assert after.phase.limits == drawing.sample_limits(joined) != joined.phase.limits
+    assert [drawing.allowance(after, member, 0).samples for member in range(3)] == fresh
+
+
+def test_limits_are_kept_only_of_a_bound_that_the_user_has_set_and_where_something_may_be_drawn() -> None:
+    before = bounded(12, (3,) * 6, (3,) * 6)
+    assert drawing.kept_limits(before, before.phase) == drawing.sample_limits(before) == (6, 6)
+    nothing = bounded(12, (), ())
+    assert drawing.sample_limits(nothing) == (6, 6)
+    assert drawing.kept_limits(before, nothing.phase) == (), "nobody can have drawn anything"
+    pays = replace(before, policy=replace(before.policy, at_most=None), paying=6)
+    assert drawing.sample_limits(pays) == (6, 6)
+    assert drawing.kept_limits(pays, pays.phase) == (), "what pays changes from round to round"
+
+
+def test_micro_batches_of_a_time_with_fewer_workers_count_for_those_who_hold_them() -> None:
+    # Dealt to one alone: half of the bound at a time. With two a quarter each would be the least.
+    assert drawing.sample_limits(bounded(12, (6, 6), (3, 3))) == (8, 4)
+    assert drawing.sample_limits(bounded(12, (3, 3), (3, 3))) == (6, 6)
+    # What is not granted does not count: it is taken back, and dealt again.
+    group = bounded(12, (3, 3), (3, 3))
+    held = ledger.deal(group.phase.ledger, 0, (6,))
+    phase = replace(group.phase, ledger=held)
+    assert drawing.sample_limits(replace(group, open=(phase,))) == (6, 6)
+
+
+def test_limits_never_add_up_to_more_than_the_bound_that_the_user_has_set() -> None:
+    """Three join one that was alone: its micro-batch of two leaves room for two of them."""
+    group = bounded(4, (1,), (1,), (2, 2), (1,))
+    assert drawing.sample_limits(group) == (1, 1, 2, 0)
+    assert drawing.allowance(group, 3, 1).micro_batches == 0
+    assert drawing.sample_limits(bounded(4, (1,), (1,), (1,), (1,))) == (1, 1, 1, 1)
 
 
 @settings(max_examples=40)

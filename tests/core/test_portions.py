@@ -62,3 +62,27 @@ def test_a_quick_line_is_trusted_again() -> None:
     quick = portions.arrived(slow, 1 << 20, 1)
     assert quick.fits(33 << 20) and quick.fits(64 << 20)
     assert not quick.fits(65 << 20)
+
+
+@given(SIZES, st.lists(st.sampled_from(["arrived", "given up", "missed"]), max_size=20), ROUNDS, st.floats(0.0, 1.0))
+def test_what_may_be_kept_never_grows(gradients: int, events: list[str], rounds: int, part: float) -> None:
+    """Whatever becomes of the portions; and two rounds of a tensor, however large, always fit."""
+    first = known = portions.portions(gradients)
+    for event in events:
+        if event == "arrived":
+            known = portions.arrived(known, gradients, rounds)
+        elif event == "given up":
+            known = portions.given_up(known, gradients, rounds, part)
+        else:
+            known = portions.missed(known)
+    assert known.at_most == first.at_most
+    assert not known.is_full(2 * gradients)
+
+
+def test_after_an_answer_of_a_round_that_was_dropped_no_round_is_dropped_again() -> None:
+    known = portions.portions(1 << 30)
+    assert known.drops
+    missed = portions.missed(known)
+    assert not missed.drops
+    assert not portions.arrived(missed, 1 << 20, 1).drops
+    assert not portions.given_up(missed, 1 << 20, 3, 0.5).drops

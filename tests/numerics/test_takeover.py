@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from numerics.trainings import training_of
+<<<<<<< HEAD
 from pliant.core.group import Group, OpenPhase, Policy, Standing, founded
 from pliant.core.ledger import Hand, Ledger
 from pliant.core.tickets import Kind
@@ -21,6 +22,12 @@ from pliant.runtime.place import Seat
 from pliant.runtime.takeover import META, STATE, Takeover, at_end_of, snapshot
 from pliant.tensors.buffers import Buffers
 from pliant.types import WorkerId
+=======
+from pliant.core import portions
+from pliant.runtime.takeover import META, STATE, Takeover, at_end_of, snapshot
+from pliant.tensors.buffers import Buffers
+from pliant.tensors.gradients import Buffer
+>>>>>>> mend-c2
 
 
 class Line:
@@ -163,6 +170,7 @@ def test_a_merge_that_is_void_is_taken_back() -> None:
     assert buffers.hand_in(1.0, leader=True) is None
 
 
+<<<<<<< HEAD
 class Spare:
     """A worker for which there is no sample: the others run the code in the loop body."""
 
@@ -232,3 +240,190 @@ def test_who_leaves_hands_its_state_on_unless_somebody_is_ahead_now(spare: Spare
     spare.eras.serve(spare.training, ahead, None)
     with pytest.raises(LookupError, match="newer"):
         spare.served([STATE], 41)
+=======
+# -- what is kept of the rounds meanwhile
+
+
+class Sending(Line):
+    """... and says how much of the next answer is here."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.head: tuple[int, float] | None = None
+
+    def begun(self) -> tuple[int, float] | None:
+        return self.head
+
+
+class Meanwhile:
+    """A newcomer with large tensors, the donor's training, and the rounds that both make."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.mine, self.theirs = self._training(sizes), self._training(sizes)
+        self.lines: list[Sending] = []
+        self.takeover = Takeover(self.mine, {"state": {}}, self._connect)
+        self.takeover.restart(["there"], 1, 10, keep=False)
+        self.bound = portions.COPIES * sum(p.nbytes for p in self.mine.parameters)
+        self.snapshots: dict[int, dict[str, Any]] = {}
+        self.exchange = 10
+
+    def _training(self, sizes: Sequence[int]) -> Any:
+        model = nn.ParameterList(nn.Parameter(torch.randn(size)) for size in sizes)
+        return training_of(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+    def _connect(self, address: str) -> Sending:
+        self.lines.append(Sending(address))
+        return self.lines[-1]
+
+    @property
+    def line(self) -> Sending:
+        return self.lines[-1]
+
+    def round(self, present: int = -1) -> None:
+        """One more is settled."""
+        self.exchange += 1
+        means = Buffer(self.theirs.parameters)
+        for view in means.views:
+            assert view is not None
+            view.fill_(0.01 * self.exchange)
+        present &= (1 << len(means.views)) - 1
+        gradients = {i: view.clone() for i, view in enumerate(means.views) if view is not None and present >> i & 1}
+        held, self.mine.held = self.mine.held or 0, None
+        self.mine.catch_up({i: gradient for i, gradient in gradients.items() if held >> i & 1}, 1.0, None)
+        self.mine.held = held
+        self.takeover.note(self.exchange, means, present, 1.0, (0.0, 0.0))
+        self.theirs.catch_up(gradients, 1.0, None)
+        assert self.takeover.kept_bytes <= self.bound
+
+    def copy(self) -> None:
+        """The donor copies what was asked for last; it is as of now."""
+        self.snapshots[self.exchange] = snapshot(self.theirs, {"state": {}}, self.line.asked[-1][1])
+
+    def answer(self, exchange: int) -> None:
+        """That has arrived."""
+        self.line.answers.append((exchange, self.snapshots[exchange]))
+        self.line.head = None
+
+    def close(self) -> None:
+        for ours, theirs in zip(self.mine.parameters, self.theirs.parameters, strict=True):
+            assert torch.equal(ours, theirs)
+        self.takeover.close()
+        self.mine.close()
+        self.theirs.close()
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portions, "SMALL_BYTES", 0)
+
+
+@pytest.mark.usefixtures("small")
+def test_an_answer_that_is_here_and_not_installed_yet_loses_no_round() -> None:
+    """Between its last byte and the next look at it: a round more would not fit, and an older one is needed."""
+    run = Meanwhile(8)
+    run.takeover.pursue(10)
+    run.copy()
+    run.line.head = 10, 0.5
+    run.round()
+    assert run.takeover.holds_up(2) and not run.takeover.holds_up(1)
+    run.round()
+    assert run.takeover.holds_up(1)
+    run.answer(10)
+    assert run.takeover.holds_up(1), "it is to be installed first"
+    run.takeover.pursue(run.exchange)
+    assert run.takeover.complete and not run.takeover.holds_up(1)
+    assert len(run.line.asked) == 1, "it was of use"
+    run.round()
+    run.close()
+
+
+@pytest.mark.usefixtures("small")
+def test_an_answer_whose_head_is_late_is_asked_for_once_more_and_then_waited_for() -> None:
+    run = Meanwhile(8)
+    run.takeover.pursue(10)
+    run.copy()
+    for _ in range(3):
+        assert not run.takeover.holds_up(1)
+        run.round()
+    run.answer(10)
+    run.takeover.pursue(run.exchange)
+    assert [as_of for as_of, _ in run.line.asked] == [10, 13], "round 11 was dropped"
+    run.copy()
+    assert not run.takeover.holds_up(2), "two rounds always fit"
+    run.round()
+    run.round()
+    assert run.takeover.holds_up(1), "nothing is known about the answer, and nothing is dropped"
+    run.takeover.pursue(run.exchange)
+    run.answer(13)
+    assert run.takeover.holds_up(1)
+    run.takeover.pursue(run.exchange)
+    assert run.takeover.complete
+    run.close()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_donor_that_fails_before_it_has_answered_is_waited_for_no_longer() -> None:
+    """It may have refused because it needs the very round that is held up."""
+    run = Meanwhile(8)
+    run.takeover.pursue(10)
+    run.copy()
+    for _ in range(3):
+        run.round()
+    run.answer(10)
+    run.takeover.pursue(run.exchange)
+    run.round()
+    run.round()
+    assert run.takeover.holds_up(1)
+    run.line.failed = "refused"
+    run.takeover.pursue(run.exchange)
+    assert not run.takeover.holds_up(2)
+    run.copy()
+    run.round()
+    run.answer(15)
+    run.takeover.pursue(run.exchange)
+    run.close()
+
+
+@pytest.mark.usefixtures("small")
+def test_several_tensors_that_arrive_before_a_round_that_does_not_fit_are_asked_for_again() -> None:
+    """They were neither here nor near when the newcomer said that it takes part in that round."""
+    run = Meanwhile(8, 8, 8)
+    run.takeover.pursue(10)
+    run.copy()
+    run.line.head = 10, 0.1
+    for _ in range(2):
+        assert not run.takeover.holds_up(1)
+        run.round()
+    assert not run.takeover.holds_up(1)
+    run.answer(10)
+    run.round()
+    assert len(run.lines) == 1 and run.takeover.kept_bytes == 0
+    for _ in range(4):
+        run.takeover.pursue(run.exchange)
+        if run.takeover.complete:
+            break
+        run.copy()
+        run.answer(run.exchange)
+    assert len(run.lines) == 2, "on another line"
+    run.close()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_buffer_that_is_kept_counts_as_a_whole() -> None:
+    """Though few parameters got a gradient: its memory is that of all of them."""
+    run = Meanwhile(8, 8, 8, 8)
+    run.takeover.pursue(10)
+    run.round(present=0b1)
+    assert run.takeover.kept_bytes == run.bound // 2
+    run.round(present=0b10)
+    assert run.takeover.kept_bytes == run.bound
+    run.round(present=0b100)
+    assert run.takeover.kept_bytes == 0, "the portion was given up"
+    for _ in range(5):
+        run.takeover.pursue(run.exchange)
+        if run.takeover.complete:
+            break
+        run.copy()
+        run.answer(run.exchange)
+    run.close()
+>>>>>>> mend-c2

@@ -190,6 +190,20 @@ def contribution_limits(
     return (*limits, *(0,) * (members - working))
 
 
+def within(limits: Sequence[int], at_most: int) -> tuple[int, ...]:
+    """The limits that fit into ``at_most``, the largest first, and none for the others.
+
+    Who holds a larger micro-batch than it would be dealt now hands it in at once, and makes room for the others again.
+    """
+    left, kept = at_most, [0] * len(limits)
+    for member in sorted(range(len(limits)), key=lambda m: (-limits[m], m)):
+        # One is always let in, or nobody could go on.
+        if limits[member] <= left or left == at_most:
+            kept[member] = limits[member]
+            left -= limits[member]
+    return tuple(kept)
+
+
 def _least(at_most: int, members: int) -> int:
     # Half of the bound goes to one micro-batch each, half by pace: micro-batches dealt under an older pace
     # then never add up to more than the bound.

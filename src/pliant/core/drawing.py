@@ -89,6 +89,9 @@ def sample_limits(group: Group) -> tuple[int, ...]:
     hands = [phase.ledger.hands[member] for member in working]
     largest = [max(map(ledger.samples_of, hand.queue[: hand.granted]), default=0) for hand in hands]
     found = dealing.contribution_limits(pace.seated(group.training, working), bound, len(working), largest)
+    if group.policy.at_most is not None:
+        # Micro-batches of a time with fewer workers may leave no room for everybody's.
+        found = dealing.within(found, bound)
     limits = [0] * len(group.roster)
     for member, limit in zip(working, found, strict=True):
         limits[member] = limit

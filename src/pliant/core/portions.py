@@ -4,7 +4,8 @@ Question  How large may a portion be, so that the rounds that pass while it trav
 Holds     Sizes are those of the gradients. A portion of g bytes that travels for r rounds costs r·g bytes of kept
           gradients; what arrives per round is measured, so g is chosen such that this stays within half of what may be
           kept. A portion that proves too large is given up, and the next one is at most half of it. One tensor cannot
-          be divided (optimizers update whole parameters): it is always small enough to be asked for.
+          be divided (optimizers update whole parameters): it is always small enough to be asked for. What may be kept
+          never grows: two rounds of one tensor fit, and beyond that the newcomer waits.
 Source    docs/design/0007-elastic.md ("Handing the state on").
 """
 
@@ -32,6 +33,8 @@ class Portions:
     """gradients of the largest portion to ask for"""
     per_round: float = math.inf
     """how much of a portion, in bytes of gradients, arrives during one round; infinite: not known"""
+    drops: bool = True
+    """whether rounds may be dropped before it is known that the answer contains them"""
 
     def fits(self, size: int) -> bool:
         """Whether a portion with ``size`` bytes of gradients can be expected to arrive in time.
@@ -63,5 +66,5 @@ def given_up(before: Portions, size: int, rounds: int, part: float) -> Portions:
 
 
 def missed(before: Portions) -> Portions:
-    """After one tensor that came as of a round that was not kept any more: more has to be kept for it."""
-    return replace(before, at_most=2 * before.at_most)
+    """After one tensor that came as of a round that was not kept any more: no round is dropped for it again."""
+    return replace(before, drops=False)

@@ -3,9 +3,9 @@
 Question  How does a follower come to hold weights and optimizer state that change with every round?
 Holds     From the exchange at which it asks for tensors it keeps the sums of those in flight (of no others). They come
           as of a named exchange, so nothing is guessed: it catches up from there, and updates what it holds with every
-          sum. What it keeps is bounded: beyond that it asks for less at a time, and in the end, for one large tensor,
-          takes part in no further round before that has arrived. A donor that fails is replaced; what was installed
-          stays good as long as no exchange was missed.
+          sum. What it keeps is bounded, whatever happens: beyond that it asks for less at a time, and in the end, for
+          one large tensor, takes part in no further round before that has arrived. A donor that fails is replaced; what
+          was installed stays good as long as no exchange was missed.
 Source    docs/design/0007-elastic.md.
 """
 
@@ -182,7 +182,7 @@ class Takeover:
             return
         asked = self._asked
         if asked is not None:
-            asked.answer = asked.answer or recipient.arrived()
+            self._begun()
             # The donor may be one exchange ahead: its tensors hold a sum that is still to be applied here.
             if asked.answer is None or asked.answer[0] > exchange:
                 return
@@ -283,16 +283,17 @@ class Takeover:
         if begun is not None and exchange <= begun[0]:
             # The donor has made this update already.
             return False
-        size = sum(self._training.parameters[i].nbytes for i in asked.parameters if present >> i & 1)
-        if means is not None and not self._make_room(asked, size):
-            return False
-        gradients: dict[int, Tensor] = {}
         kept = means if len(asked.parameters) == len(self._training.parameters) else None
+        needed: dict[int, Tensor] = {}
         if means is not None:
-            needed = {index: means.views[index] for index in asked.parameters if present >> index & 1}
-            gradients = {index: view if kept else view.clone() for index, view in needed.items() if view is not None}
+            views = {index: means.views[index] for index in asked.parameters if present >> index & 1}
+            needed = {index: view for index, view in views.items() if view is not None}
+        # A buffer that is kept as a whole takes its memory whatever is in it.
+        size = asked.size if kept else sum(self._training.parameters[index].nbytes for index in needed)
+        if size and not self._make_room(asked, size):
+            return False
+        gradients = needed if kept else {index: view.clone() for index, view in needed.items()}
         hyper = self._training.scheduled()
-        size = sum(self._training.parameters[index].nbytes for index in gradients)
         applied = means is not None
         asked.since.append(KeptRound(exchange, gradients, kept, size, factor, hyper, applied, finite, scheduled))
         return kept is not None
@@ -305,9 +306,16 @@ class Takeover:
     def _begun(self) -> tuple[int, float] | None:
         """Of the answer that is arriving or here: the exchange it is of, and which part is here."""
         asked, recipient = self._asked, self._recipient
+        if recipient is None or recipient.failed is not None:
+            begun = None
+        else:
+            # In this order: one that ceases to arrive between the two is here.
+            begun = recipient.begun()
+            if asked is not None and asked.answer is None:
+                asked.answer = recipient.arrived()
         if asked is not None and asked.answer is not None:
             return asked.answer[0], 1.0
-        return recipient.begun() if recipient is not None and recipient.failed is None else None
+        return begun
 
     def _make_room(self, asked: Request, size: int) -> bool:
         """Before a round with ``size`` bytes of gradients is kept; False: the request was given up instead."""
@@ -316,14 +324,14 @@ class Takeover:
         begun = self._begun()
         if begun is not None:
             asked.answered_as_of(begun[0])
-        if len(asked.parameters) > 1 and asked.answer is None and self._portions.is_full(asked.kept_bytes + size):
+        if len(asked.parameters) > 1 and self._portions.is_full(asked.kept_bytes + size):
             part = begun[1] if begun is not None else 0.0
             self._portions = portions.given_up(self._portions, asked.size, asked.rounds, part)
             self._ask_again_for(asked)
             # The donor stops sending what is of no use any more; it is asked again on another line.
             self._drop_recipient()
             return False
-        # Only before the answer has begun: after that ``holds_up`` is in time.
+        # Only before the answer has begun, and only once: after that ``holds_up`` is in time.
         while self._portions.is_full(asked.kept_bytes + size) and asked.drop_oldest():
             pass
         return True
@@ -332,14 +340,19 @@ class Takeover:
         """Whether this worker takes part in no further round before what it has asked for has arrived.
 
         That is one tensor, or most of it is here. ``coming``: so many rounds may be settled until this is asked again.
-        Only while the donor sends: for that it needs no round.
+        Only while the donor sends, or has yet to answer: for neither it needs a round.
         """
         asked, begun = self._asked, self._begun()
-        if asked is None or asked.answer is not None or begun is None or begun[0] < asked.dropped:
+        if asked is None or not asked.parameters:
             return False
-        if len(asked.parameters) > 1 and begun[1] < portions.MOST:
+        if begun is None:
+            # One that fails, or refuses, is asked again: then nothing is kept, and there is room for a round.
+            if self._portions.drops or len(asked.parameters) > 1:
+                return False
+        elif begun[0] < asked.dropped or (len(asked.parameters) > 1 and begun[1] < portions.MOST):
             return False
-        asked.answered_as_of(begun[0])
+        else:
+            asked.answered_as_of(begun[0])
         holds = self._portions.is_full(asked.kept_bytes + coming * asked.size)
         if holds and not self._said:
             self._said = True

@@ -348,8 +348,9 @@ class Recipient:
             frame = stream.read_frame(reader)
             connection.settimeout(_STALLED_S)
             answer = _read_answer(reader, frame, self._note)
-            self._begun = None
+            # In this order: whoever looks finds one of them.
             self._arrived.append(answer)
+            self._begun = None
 
     def _note(self, exchange: int, part: float) -> None:
         self._begun = exchange, part

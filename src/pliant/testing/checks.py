@@ -33,6 +33,8 @@ class Violation(AssertionError):
     """An invariant does not hold."""
 
 
+_SILENT = Flag.FOLLOWING | Flag.LEAVING
+
 ENDLESS = 20_000
 """exchanges in one history: a hundred times as many as the longest has"""
 
@@ -57,8 +59,6 @@ class Checker:
         """at some time nobody who held the state could do anything with it"""
         self.checkpoints = 0
         """that the journal names"""
-        self.copies_kept = COPIES
-        """of all gradients, by a newcomer at most"""
         self.tainted = False
         """a worker whose weights had been changed may have been believed: they are not those of the journal"""
         self.state_lost = False
@@ -79,6 +79,8 @@ class Checker:
         """when, the last time"""
         self._differ: int | None = None
         """since which round weights are known to differ"""
+        self._silent: frozenset[str] = frozenset()
+        """who only went along with the last round of a loop, or leaves: it is not judged"""
         self._reference, self._buffers = reference, buffers
         self._last: dict[str, tuple[int, int, int]] = {}
         self._states: dict[tuple[int, int], tuple[str, Group]] = {}
@@ -142,7 +144,7 @@ class Checker:
 
     def kept(self, name: str, kept_bytes: int, training: VirtualTraining) -> None:
         """A newcomer keeps gradients of past rounds: at most twice as much as one round has, or little."""
-        most = max(self.copies_kept * sum(p.nbytes for p in training.parameters), SMALL_BYTES)
+        most = max(COPIES * sum(p.nbytes for p in training.parameters), SMALL_BYTES)
         self.require(kept_bytes <= most, f"{name} keeps {kept_bytes} bytes of gradients, and {most} are too many")
 
     def _compare(self, name: str, standing: Standing, group: Group, weights: tuple[int, ...]) -> None:
@@ -152,12 +154,16 @@ class Checker:
             return
         known = self._weights.setdefault(at, {})
         known[name] = weights
+        active = {str(w) for w, s in zip(group.roster, group.standings, strict=True) if s is Standing.ACTIVE}
         if len(set(known.values())) == 1:
-            active = [w for w, s in zip(group.roster, group.standings, strict=True) if s is Standing.ACTIVE]
-            self._differ = None if known.keys() >= set(active) else self._differ
+            self._differ = None if known.keys() >= active else self._differ
             return
         self.require(bool(self._flipped), f"{name} and {next(iter(known))} have different weights after {at}")
         self._differ = group.round if self._differ is None else self._differ
+        speaking = active - self._silent
+        if known.keys() >= speaking and len({known[each] for each in speaking}) <= 1:
+            # A spare's: it adds nothing to the sums, and is named within the same time once it does.
+            self._differ = max(self._differ, group.round)
         self.require(
             group.round - self._differ <= _patience(group),
             f"weights differ since round {self._differ}, and nobody was named until {at}",
@@ -193,6 +199,8 @@ class Checker:
         """The tickets of an exchange."""
         if outcome.kind is not Kind.TRAIN:
             return
+        members = zip(group.roster, handed_in, strict=True)
+        self._silent = frozenset(str(worker) for worker, ticket in members if ticket.flags & _SILENT)
         if outcome.drift is not None:
             self._named(group, outcome.drift)
         elif self._differ is not None and _tell_a_difference(handed_in):
@@ -353,7 +361,7 @@ def _patience(group: Group) -> int:
 
 
 def _speaking(handed_in: Sequence[Ticket]) -> list[Ticket]:
-    return [ticket for ticket in handed_in if not ticket.flags & (Flag.FOLLOWING | Flag.LEAVING)]
+    return [ticket for ticket in handed_in if not ticket.flags & _SILENT]
 
 
 def _tell_a_difference(handed_in: Sequence[Ticket]) -> bool:

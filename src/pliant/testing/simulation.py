@@ -159,9 +159,6 @@ class Simulation:
         self.checker.fell_behind = self._judge_before_end
         # Whose weights were changed may be the only one left.
         self.checker.tainted = scene.name == "drifting"
-        if scene.late_heads:
-            # More is kept each time when an answer is of a round that is not kept any more.
-            self.checker.copies_kept *= 4
         world.after(0.25, self._watch)
         for fault in scene.faults:
             fault.plan(self)
