@@ -247,3 +247,8 @@ def test_nobody_leaves_with_the_state_before_the_healed_one_has_it(course: Cours
     assert agreement.agreed_plan(unsuspected, [going[0], follows, going[2]]) is None
     computes = replace(tickets[1], flags=Flag.NONE)
     assert agreement.agreed_plan(course.group, [going[0], computes, going[2]]) == (1, 2)
+    # Who is left out of the plan but has still to compute goes with it, too.
+    left_out = [replace(ticket, flags=Flag.GOING) for ticket in tickets]
+    assert agreement.agreed_plan(course.group, [left_out[0], follows, going[2]]) is None
+    assert agreement.agreed_plan(course.group, [left_out[0], follows, tickets[2]]) == (1, 2)
+    assert agreement.agreed_plan(course.group, [left_out[0], computes, going[2]]) == (1, 2)

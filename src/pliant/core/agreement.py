@@ -151,7 +151,7 @@ def _must_wait(group: Group, tickets: Sequence[Ticket]) -> bool:
     """
     waiting, held = False, False
     for standing, ticket in zip(group.standings, tickets, strict=True):
-        if standing is Standing.LEAVING or ticket.flags & Flag.LEAVING:
+        if standing is Standing.LEAVING or ticket.flags & (Flag.LEAVING | Flag.GOING):
             continue
         # Who goes along does not have all of it yet, though it may have said that it can compute.
         follows = standing is Standing.FOLLOWING or bool(ticket.flags & Flag.FOLLOWING)

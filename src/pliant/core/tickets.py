@@ -43,6 +43,8 @@ class Flag(enum.IntFlag):
     """this worker has nothing to say: it goes along with whatever the others do"""
     INNER = 64
     """an ``evaluate`` called in the body of a loop whose last round has just ended its phase"""
+    GOING = 128
+    """the planned era that the ticket names is without this worker, though it may still compute"""
 
 
 QUIET = Flag.NONE

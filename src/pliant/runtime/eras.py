@@ -139,6 +139,7 @@ class Eras:
         share: Callable[[Any, Callable[[], None]], None],
         come_back: Callable[[], Place],
         overdue: Callable[[], Callable[[], None] | None] = lambda: None,
+        say: Callable[[str], None] = takeover.say_to_user,
     ) -> None:
         self.place = place
         self.enlisted = False
@@ -152,6 +153,8 @@ class Eras:
         self._come_back = come_back
         self._overdue = overdue
         """called once this worker is asked to go: sees to it that it does not take for ever; the answer calls it off"""
+        self._say = say
+        """to whom it is said that the group has to wait for this worker"""
         self._in_time: Callable[[], None] | None = None
         self._takeover: Takeover | None = None
         self._healing = False
@@ -297,7 +300,7 @@ class Eras:
 
     def _taking(self, training: Training) -> Takeover:
         if self._takeover is None:
-            self._takeover = Takeover(training, self._carried, self._connect)
+            self._takeover = Takeover(training, self._carried, self._connect, say=self._say)
         return self._takeover
 
     def trust_own_state(self, group: Group, *, was_active: bool) -> None:

@@ -101,6 +101,8 @@ class Member:
         if self.leaving:
             flags |= Flag.LEAVING
         plan_term, plan_era = self.eras.place.prepared(group.era) if self.eras is not None else (0, 0)
+        if plan_era and self.eras is not None and self.eras.place.left_out:
+            flags |= Flag.GOING
         return Ticket(
             group.era,
             group.round,

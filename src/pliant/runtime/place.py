@@ -150,6 +150,11 @@ class Place:
         """By the coordinator, or because the planned era goes on without this worker."""
         return self._mailbox.leave is not None or self._left_out
 
+    @property
+    def left_out(self) -> bool:
+        """Whether the planned era that this worker is prepared for goes on without it."""
+        return self._left_out
+
     # -- between micro-batches
 
     def look(self, era: int) -> None:

@@ -67,6 +67,11 @@ class Recipient(Protocol):
     def close(self) -> None: ...
 
 
+def say_to_user(text: str) -> None:
+    """On the worker's own output."""
+    print(f"pliant: {text}", file=sys.stderr, flush=True)
+
+
 class Takeover:
     """What a follower holds, what it waits for, and whom it asks."""
 
@@ -77,11 +82,13 @@ class Takeover:
         connect: Callable[[str], Recipient],
         *,
         tensors: bool = True,
+        say: Callable[[str], None] = say_to_user,
     ) -> None:
-        """Without ``tensors`` only the user's state is to come."""
+        """Without ``tensors`` only the user's state is to come. ``say`` is told once where the group has to wait."""
         self._training = training
         self._carried = carried
         self._connect = connect
+        self._say = say
         self._recipient: Recipient | None = None
         self._state_from: Recipient | None = None
         """who was asked for the user's state"""
@@ -356,7 +363,7 @@ class Takeover:
         holds = self._portions.is_full(asked.kept_bytes + coming * asked.size)
         if holds and not self._said:
             self._said = True
-            _say_waiting(asked.size, self._portions.at_most)
+            self._say(_waiting(asked.size, self._portions.at_most))
         return holds
 
     def note_result(self, exchange: int, result: float) -> None:
@@ -400,13 +407,11 @@ class Takeover:
             training.evaluated(each.result)
 
 
-def _say_waiting(size: int, at_most: int) -> None:
-    print(
-        f"pliant: the group waits for this worker until {size / 1e6:.0f} MB of parameters have arrived with their "
+def _waiting(size: int, at_most: int) -> str:
+    return (
+        f"the group waits for this worker until {size / 1e6:.0f} MB of parameters have arrived with their "
         f"optimizer state: keeping the gradients of all rounds meanwhile would take more than {at_most / 1e6:.0f} MB; "
-        "a quicker network, or longer rounds, avoid this",
-        file=sys.stderr,
-        flush=True,
+        "a quicker network, or longer rounds, avoid this"
     )
 
 
