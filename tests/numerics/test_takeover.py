@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from numerics.trainings import training_of
-<<<<<<< HEAD
+from pliant.core import portions
 from pliant.core.group import Group, OpenPhase, Policy, Standing, founded
 from pliant.core.ledger import Hand, Ledger
 from pliant.core.tickets import Kind
@@ -21,13 +21,8 @@ from pliant.runtime.eras import Eras
 from pliant.runtime.place import Seat
 from pliant.runtime.takeover import META, STATE, Takeover, at_end_of, snapshot
 from pliant.tensors.buffers import Buffers
-from pliant.types import WorkerId
-=======
-from pliant.core import portions
-from pliant.runtime.takeover import META, STATE, Takeover, at_end_of, snapshot
-from pliant.tensors.buffers import Buffers
 from pliant.tensors.gradients import Buffer
->>>>>>> mend-c2
+from pliant.types import WorkerId
 
 
 class Line:
@@ -170,7 +165,6 @@ def test_a_merge_that_is_void_is_taken_back() -> None:
     assert buffers.hand_in(1.0, leader=True) is None
 
 
-<<<<<<< HEAD
 class Spare:
     """A worker for which there is no sample: the others run the code in the loop body."""
 
@@ -240,7 +234,8 @@ def test_who_leaves_hands_its_state_on_unless_somebody_is_ahead_now(spare: Spare
     spare.eras.serve(spare.training, ahead, None)
     with pytest.raises(LookupError, match="newer"):
         spare.served([STATE], 41)
-=======
+
+
 # -- what is kept of the rounds meanwhile
 
 
@@ -426,4 +421,3 @@ def test_a_buffer_that_is_kept_counts_as_a_whole() -> None:
         run.copy()
         run.answer(run.exchange)
     run.close()
->>>>>>> mend-c2
