@@ -15,6 +15,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 TESTS = Path(__file__).parent
+REPORTS = TESTS.parent / ".pytest_cache"
 
 FIRST_S = 45
 """Style and types, which the first lot begins with."""
@@ -89,23 +90,22 @@ def measured(report: Path) -> dict[str, float]:
     return seconds
 
 
-def ran(lot: Iterable[str]) -> int:
+def ran(number: int, lot: Iterable[str]) -> int:
     """pytest's exit status; one process for each kind, because files of both may have the same name."""
     status = 0
-    for starts in (False, True):
+    for kind, starts in (("others", False), ("process", True)):
         paths = [str(TESTS / unit) for unit in lot if unit.startswith("process/") is starts]
         if paths:
-            status = (
-                subprocess.run([sys.executable, "-m", "pytest", "--durations=15", *paths], check=False).returncode
-                or status
-            )
+            report = f"--junitxml={REPORTS / f'lot-{number}-{kind}.xml'}"
+            command = [sys.executable, "-m", "pytest", "--durations=15", report, *paths]
+            status = subprocess.run(command, check=False).returncode or status
     return status
 
 
 def main(first: str, *rest: str) -> int:
     """``lots.py 2 3``: run the second of three lots; ``lots.py report.xml …``: print what SECONDS should say."""
     if first.isdigit():
-        return ran(divided(units(), int(rest[0]))[int(first) - 1])
+        return ran(int(first), divided(units(), int(rest[0]))[int(first) - 1])
     found = [item for report in (first, *rest) for item in measured(Path(report)).items()]
     for unit, seconds in sorted(found):
         print(f'    "{unit}": {max(1, round(seconds))},')

@@ -117,6 +117,15 @@ def unformed(world: World, era: int, **unreached: str) -> list[Effect]:
     return list(world.feed(*(Unformed(WorkerId(w), era, named(*them.split())) for w, them in unreached.items())))
 
 
+def shown(world: World, name: str) -> str:
+    """The word for it in ``pliant status``."""
+    worker = members.worker_of(world.state, WorkerId(name))
+    slot = members.slot_of(world.state, SlotId(name))
+    assert slot is not None
+    unreachable = worker is not None and formations.is_unreachable(world.state, worker)
+    return translation.word(slot, worker, unreachable=unreachable)
+
+
 def with_newcomer() -> World:
     world = World().started(2)
     world.enlist(1, owner=False)
@@ -148,20 +157,20 @@ def test_it_waits_is_shown_as_unreachable_and_is_tried_again_at_growing_interval
     world = with_newcomer()
     unformed(world, 2, w0="w2", w1="w2", w2="")
     worker = members.worker_of(world.state, WorkerId("w2"))
-    slot = members.slot_of(world.state, SlotId("w2"))
-    assert worker is not None and slot is not None and isinstance(worker.standing, Waiting)
-    shown = translation.word(slot, worker, unreachable=formations.is_unreachable(world.state, worker))
-    assert shown == "unreachable"
+    assert worker is not None and isinstance(worker.standing, Waiting)
+    assert shown(world, "w2") == "unreachable"
     names = ("w0", "w1", "w2")
     assert not of(PlanEra, world.wait(9.9, names))
     (plan,) = of(PlanEra, world.wait(0.2, names))
     assert plan.roster == ("w0", "w1", "w2")
+    assert shown(world, "w2") == "unreachable", "while it is tried, too"
     effects = unformed(world, plan.era, w0="w2", w1="w2", w2="")
     assert texts(effects) == [], "it was told once"
     assert not of(PlanEra, world.wait(19.9, names))
     (plan,) = of(PlanEra, world.wait(0.2, names))
     world.enter(plan.era, "w0", "w1", "w2")
     assert isinstance(world.state.course, Steady) and world.state.reach.left_out == ()
+    assert shown(world, "w2") == "training"
 
 
 def test_it_can_be_drained_while_it_waits_and_while_it_is_tried() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import Launcher, processes_in
+from running import Launcher, gone, processes_in
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,6 +25,9 @@ def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launcher]
     """Starts runs in one directory; a module's PRELUDE is put before all its scripts."""
     launcher = Launcher(tmp_path, getattr(request.module, "PRELUDE", ""))
     yield launcher
-    for run in launcher.runs:
-        run.close()
+    killed = [run.close() for run in launcher.runs]
+    if any(killed):
+        # After a failure: a worker whose launcher is killed dies with it, but the kernel may need a moment.
+        for pid in processes_in(tmp_path):
+            gone(pid)
     assert not processes_in(tmp_path), "a process was left behind"

@@ -119,13 +119,16 @@ class Running:
     def output(self) -> str:
         return "\n".join(self.lines)
 
-    def close(self) -> None:
-        if self.process.poll() is None:
+    def close(self) -> bool:
+        """End it, if it still runs: then a test has failed. Whether it did."""
+        runs = self.process.poll() is None
+        if runs:
             self.process.kill()
         self.process.wait()
         self._reader.join()
         assert self.process.stdout is not None
         self.process.stdout.close()
+        return runs
 
 
 class Launcher:

@@ -171,9 +171,9 @@ def joinable(state: Roster, ready: Sequence[Worker], now_s: float, *, suspects: 
 
 
 def is_unreachable(state: Roster, worker: Worker) -> bool:
-    """Whether it waits because no group can be formed with it."""
-    waits = not isinstance(worker.standing, Member) and isinstance(state.stage, Running)
-    return waits and reachability.is_suspect(state.reach, worker.slot)
+    """Whether no group could be formed with it so far, be it that one is tried just now."""
+    is_in = isinstance(worker.standing, Member) and worker.standing.era > 0
+    return not is_in and isinstance(state.stage, Running) and reachability.is_suspect(state.reach, worker.slot)
 
 
 def in_force(state: Roster) -> Roster:

@@ -39,7 +39,7 @@ def word(slot: members.Slot, worker: members.Worker | None, *, unreachable: bool
             case members.Cut(), _:
                 return "lost"
             case _, members.Member(leaving=None):
-                return "training"
+                return "unreachable" if unreachable else "training"
             case _, (members.Member() | members.Departing()):
                 return "leaving"
             case _, (members.Greeted() | members.Waiting()):
