@@ -26,7 +26,7 @@ UNKNOWN_S = 30
 SECONDS = {
     "contract": 20,
     "core": 40,
-    "docs": 15,
+    "docs": 25,
     "fuzz": 20,
     "habits": 60,
     "lab": 10,

@@ -1,20 +1,38 @@
-"""The public names: exported, importable, documented."""
+"""The public names: exported, importable, documented; and every keyword, member, command, option and variable."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
-from pathlib import Path
+from typing import Any
 
 import pytest
+from pages import README, ROOT, commands, options
 
 import pliant
+from pliant.runtime.environment import Job, environment_of
 
-README = Path(__file__).parents[2] / "README.md"
+FACTS = {
+    "batch", "clip_norm", "delay", "efficiency", "era", "grad_norm", "is_leader", "loss", "noise_scale", "progress",
+    "rate", "roster", "round", "samples", "scheduled", "updates", "worker",
+}  # fmt: skip
+VERBS = {
+    "backward", "batches", "busy", "close", "epochs", "evaluate", "leave", "on_roster", "on_update", "plain_weights",
+    "save", "step",
+}  # fmt: skip
+"""the interface that scripts rely on"""
 
-FACTS = {"worker", "roster", "era", "round", "samples", "batch", "rate", "is_leader", "progress"}
-VERBS = {"epochs", "batches", "backward", "step", "evaluate", "plain_weights", "save", "close"}
-"""DESIGN's interface; ``leave`` comes with elasticity"""
+MOST_KEYWORDS = 18
+SEAMS = {"enroll"}
+"""keywords of ``join`` for tests of Pliant itself"""
+KEYWORDS = {
+    name: parameter
+    for name, parameter in inspect.signature(pliant.join).parameters.items()
+    if name not in {"model", "optimizer"} | SEAMS
+}
+
+REFERENCE = ROOT / "docs" / "guide" / "reference.md"
 
 
 def test_all_is_what_can_be_imported() -> None:
@@ -53,14 +71,89 @@ def test_each_member_of_run_has_a_docstring() -> None:
             assert inspect.getdoc(value), f"Run.{name} has no docstring"
 
 
-def test_run_has_designs_interface() -> None:
-    for name in FACTS:
-        assert isinstance(vars(pliant.Run)[name], property), f"Run.{name} is not a read-only fact"
-    for name in VERBS:
-        assert callable(vars(pliant.Run)[name]), f"Run.{name} cannot be called"
+def test_run_has_this_interface() -> None:
+    public = {name: value for name, value in vars(pliant.Run).items() if not name.startswith("_")}
+    assert {name for name, value in public.items() if isinstance(value, property)} == FACTS
+    assert {name for name, value in public.items() if callable(value)} == VERBS
+    assert set(public) == FACTS | VERBS
+
+
+def test_only_the_bound_of_the_norm_can_be_set() -> None:
+    assert {name for name in FACTS if vars(pliant.Run)[name].fset is not None} == {"clip_norm"}
+
+
+def test_join_has_few_keywords() -> None:
+    assert len(KEYWORDS) + len(SEAMS) <= MOST_KEYWORDS
+    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in KEYWORDS.values())
 
 
 @pytest.mark.parametrize("name", pliant.__all__)
 def test_each_name_is_in_the_readme(name: str) -> None:
     # Written as code: ``Run`` and ``join`` are also words.
     assert re.search(rf"(pliant\.|`){name}\b", README.read_text()), f"README does not mention pliant.{name}"
+
+
+def section(heading: str) -> str:
+    """What the reference has under a heading, up to the next one."""
+    found = re.search(
+        rf"^#+ {re.escape(heading)}[^\n]*\n(.*?)(?=^#|\Z)", REFERENCE.read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert found is not None, f"docs/guide/reference.md has no heading {heading!r}"
+    return found[1]
+
+
+def rows(heading: str) -> dict[str, list[str]]:
+    """The lines of the table under a heading, by what is written as code in the first column."""
+    lines = [line for line in section(heading).splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
+    return {name: others for first, *others in cells for name in re.findall(r"`([^`(]+)[^`]*`", first)}
+
+
+def test_the_reference_has_the_public_names() -> None:
+    assert set(rows("`pliant`")) == {f"pliant.{name}" for name in pliant.__all__}
+
+
+def test_the_reference_has_the_keywords_of_join_with_their_defaults() -> None:
+    found = rows("`join`")
+    assert list(found) == list(KEYWORDS)
+    for name, parameter in KEYWORDS.items():
+        required = parameter.default is inspect.Parameter.empty
+        # Strings are written with double quotes.
+        default = "required" if required else f"`{parameter.default!r}`".replace("'", '"')
+        assert found[name][1] == default, name
+
+
+def test_the_reference_has_the_members_of_run() -> None:
+    assert set(rows("Facts")) == {f"run.{name}" for name in FACTS | {"state"}}
+    assert set(rows("Verbs")) == {f"run.{name}" for name in VERBS}
+
+
+@pytest.mark.parametrize("value", [pliant.Floating, pliant.Update], ids=lambda value: value.__name__)
+def test_the_reference_has_the_fields_of(value: Any) -> None:
+    assert list(rows(f"`{value.__name__}`")) == [field.name for field in dataclasses.fields(value)]
+
+
+def test_the_reference_has_the_rules() -> None:
+    assert set(rows("`rates`")) == {f"pliant.rates.{name}" for name in pliant.rates.__all__}
+
+
+COMMANDS = commands()
+GROUPS = {name for name, command in COMMANDS.items() if hasattr(command, "commands")}
+
+
+def test_the_reference_has_the_commands() -> None:
+    headings = re.findall(r"^### `(pliant [a-z ]+?)(?: [A-Z\[][^`]*)?`$", REFERENCE.read_text(), re.MULTILINE)
+    assert sorted(headings) == sorted(set(COMMANDS) - GROUPS)
+    assert {"pliant", "pliant certs"} == GROUPS
+    assert options(COMMANDS["pliant"]) == {"--version"}
+    assert "`pliant --version`" in section("Commands")
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - GROUPS))
+def test_the_reference_has_the_options_of(name: str) -> None:
+    assert set(rows(f"`{name}")) == options(COMMANDS[name])
+
+
+def test_the_reference_has_the_variables() -> None:
+    whole = Job("", "", "", size=1, authority="ca.pem", directory="runs/a")
+    assert set(rows("Environment")) - {"OMP_NUM_THREADS"} == set(environment_of(whole))

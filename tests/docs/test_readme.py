@@ -1,4 +1,4 @@
-"""What the README shows works: its scripts run, its commands exist."""
+"""What the README shows works: its scripts run; its commands and those of the guide exist."""
 
 from __future__ import annotations
 
@@ -7,50 +7,31 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import typer.main
+from pages import GUIDE, README, ROOT, Block, blocks, commands, options
 
-from pliant.ui.cli import app
-
-ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", ROOT / "examples" / "README.md")
+PAGES = (README, ROOT / "examples" / "README.md", *GUIDE)
 TRAIN = "# train.py"
 """the first line of a script that runs alone and in a group; any other Python block runs alone"""
 LIMIT_S = 200.0
 """Far above what a script on the front page takes; only a hang reaches it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A fenced block of a page."""
-
-    language: str
-    text: str
-    place: str
-
-
-def blocks(page: Path, *languages: str) -> list[Block]:
-    text = page.read_text()
-    found = re.finditer(r"^```(\w+)[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return [
-        Block(match[1], match[2], f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}")
-        for match in found
-        if match[1] in languages
-    ]
-
-
 def scripts() -> list[Block]:
-    return blocks(PAGES[0], "python")
+    return blocks(README, "python")
 
 
-def commands() -> list[tuple[str, str]]:
-    """(place, command) of each line of a shell block that calls us."""
+def lines() -> list[tuple[str, str]]:
+    """(place, command) of each line of a shell block that calls us; a line that ends in a backslash goes on."""
     shell = [block for page in PAGES for block in blocks(page, "bash", "console", "sh", "shell")]
-    lines = [(block.place, line.strip().removeprefix("$ ")) for block in shell for line in block.text.splitlines()]
-    return [(place, line) for place, line in lines if line.startswith(("pliant ", "make "))]
+    found = [
+        (block.place, line.strip().removeprefix("$ ").removeprefix("exec "))
+        for block in shell
+        for line in re.sub(r"\\\n\s*", "", block.text).splitlines()
+    ]
+    return [(place, line) for place, line in found if line.startswith(("pliant ", "make "))]
 
 
 def test_the_readme_shows_a_whole_script() -> None:
@@ -89,7 +70,7 @@ def test_a_training_script_runs_in_a_group(block: Block, tmp_path: Path) -> None
     ran(tmp_path, *pliant, "audit", "job")
 
 
-@pytest.mark.parametrize(("place", "line"), commands(), ids=[line for _, line in commands()])
+@pytest.mark.parametrize(("place", "line"), lines(), ids=[line for _, line in lines()])
 def test_a_command_exists(place: str, line: str) -> None:
     program, *words = shlex.split(line, comments=True)
     if program == "make":
@@ -97,11 +78,14 @@ def test_a_command_exists(place: str, line: str) -> None:
         wanted = [word for word in words if not word.startswith("-") and "=" not in word]
         assert set(wanted) <= set(targets), place
         return
-    group = typer.main.get_command(app)
-    known = getattr(group, "commands", {})
-    if words[0].startswith("-"):
-        assert words[0] in {option for parameter in group.params for option in parameter.opts} | {"--help"}, place
+    known = commands()
+    name = program
+    while words and f"{name} {words[0]}" in known:
+        name, *words = f"{name} {words[0]}", *words[1:]
+    if hasattr(known[name], "commands"):
+        assert words[:1] and words[0] in options(known[name]) | {"--help"}, (
+            f"{place}: {name} has no command {words[0]!r}"
+        )
         return
-    assert words[0] in known, f"{place}: pliant has no command {words[0]!r}"
     # Parses the options as the command would and raises what the user would be told; nothing is run.
-    known[words[0]].make_context(words[0], words[1:])
+    known[name].make_context(name, words)
