@@ -182,6 +182,12 @@ class Agent:
     async def _connected(self) -> tuple[AgentLink, Enlisted | Over]:
         """Enlist; come back as often as there is hope that somebody answers."""
         lost_s = time.monotonic()
+
+        def held() -> None:
+            # Somebody is there, and reads the journal.
+            nonlocal lost_s
+            lost_s = time.monotonic()
+
         while True:
             enlist = Enlist(
                 agent=self._name,
@@ -191,7 +197,9 @@ class Agent:
                 owner=self._coordination is not None,
             )
             try:
-                return await AgentLink.connect(self._access.address, self._access.token, enlist, ANSWER_S, self._tls)
+                return await AgentLink.connect(
+                    self._access.address, self._access.token, enlist, ANSWER_S, self._tls, held=held
+                )
             except Unreachable as error:
                 if self._coordination is None and not self._name:
                     raise
