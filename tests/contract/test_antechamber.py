@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pliant.control import client, opening
 from pliant.control import messages as m
 from pliant.control.agent import AgentLink, Unreachable
+from pliant.control.app import Peer
 from pliant.control.client import Link, Position
 from pliant.coordinator.antechamber import READING, Antechamber
 from pliant.core import journal
@@ -34,7 +35,7 @@ TOKEN = "secret"
 Answer = TypeVar("Answer")
 
 
-class Wire:
+class Wire(Peer):
     """A connection in memory."""
 
     def __init__(self, number: int) -> None:
@@ -53,8 +54,23 @@ class Desk:
     def __init__(self) -> None:
         self.heard: list[tuple[object, ...]] = []
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda peer, *message: self.heard.append((name, peer.number, *message))
+    def connected(self, peer: Peer) -> None:
+        self.heard.append(("connected", peer.number))
+
+    def received(self, peer: Peer, message: m.FromWorker) -> None:
+        self.heard.append(("received", peer.number, message))
+
+    def closed(self, peer: Peer) -> None:
+        self.heard.append(("closed", peer.number))
+
+    def agent_connected(self, peer: Peer) -> None:
+        self.heard.append(("agent_connected", peer.number))
+
+    def agent_received(self, peer: Peer, message: m.FromAgent) -> None:
+        self.heard.append(("agent_received", peer.number, message))
+
+    def agent_closed(self, peer: Peer) -> None:
+        self.heard.append(("agent_closed", peer.number))
 
     def status(self) -> bytes:
         return b"status"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from running import LIMIT_S, Launcher, Running, plain_environment, processes_in
+from running import Launcher, Running, coordinator_of, plain_environment, wait_for
 from scenarios import SCRIPT, Scenario, check, fault
 
 pytestmark = pytest.mark.slow
@@ -34,24 +33,6 @@ def command(launch: Launcher, *words: str) -> Running:
     return launch.python("-W", "error", "-c", "from pliant.ui.cli import main; main()", *words, PYTHONPATH=path)
 
 
-def wait_for(path: Path, *runs: Running) -> None:
-    """Until the file is there, as long as the runs go on."""
-    until_s = time.monotonic() + LIMIT_S
-    while not path.exists():
-        assert time.monotonic() < until_s, f"{path.name} was never made"
-        for run in runs:
-            assert run.process.poll() is None, f"it ended before there was {path.name}:\n{run.wait()} {run.output}"
-        time.sleep(0.05)
-
-
-def coordinators(run: Running) -> list[int]:
-    return [
-        pid
-        for pid in processes_in(run.directory)
-        if b"pliant.launch.coordinating" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-
-
 def test_nobody_gives_up_while_a_long_journal_is_read(launch: Launcher) -> None:
     """Neither workers nor a launcher on another machine; what they say meanwhile is heard afterwards, in order."""
     SCENARIO.write(launch.directory / "scenario.json")
@@ -63,7 +44,7 @@ def test_nobody_gives_up_while_a_long_journal_is_read(launch: Launcher) -> None:
     guest = command(launch, *join, *script)
     wait_for(launch.directory / "drew-w1", run, guest)
     pids = [(launch.directory / f"pid-w{slot}").read_text() for slot in (0, 1)]
-    (before,) = coordinators(run)
+    before = coordinator_of(run)
     # Without it the whole journal has to be read.
     os.kill(before, signal.SIGSTOP)
     (launch.directory / "job" / "state.json").unlink()
