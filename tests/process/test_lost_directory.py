@@ -16,11 +16,11 @@ from pliant.core import journal
 pytestmark = pytest.mark.slow
 
 
-def killed_and_back(launch: Launcher, run: Running) -> None:
-    """The second worker is killed, and its successor trains."""
+def killed_and_back(launch: Launcher, run: Running, name: str) -> None:
+    """The second worker is killed; the next one in its slot, so named, trains."""
     os.kill(int((launch.directory / "pid-w1").read_text()), signal.SIGKILL)
     wait_for(launch.directory / "without-w1", run)
-    wait_for(launch.directory / "drew-w1.2", run)
+    wait_for(launch.directory / f"drew-{name}", run)
     (launch.directory / "go-on").touch()
 
 
@@ -36,7 +36,7 @@ def test_what_was_removed_in_training_is_made_again(launch: Launcher) -> None:
     remove(job)
     run.until("the run directory was removed; training goes on")
     run.printed("the run directory was lost; it is made again, and nothing is missing in the journal")
-    killed_and_back(launch, run)
+    killed_and_back(launch, run, "w1.2")
     # Nothing is missing, so that the exit status is 0: the journal is whole, from its first line on.
     check(launch, run, scenario)
     assert "final weights=" in logged(job, "w0") and "final weights=" in logged(job, "w1")
@@ -57,7 +57,8 @@ def test_a_journal_lost_with_its_coordinator_is_told_when_it_happens(launch: Lau
     (launch.directory / "removed").touch()
     run.until("the run directory was lost, and the coordinator: what was written is not in the journal")
     assert not (launch.directory / "go-on").exists()
-    killed_and_back(launch, run)
+    # Of the second coordinator.
+    killed_and_back(launch, run, "w1.101")
     assert run.wait() == 4, run.output
     why = "the journal is incomplete: the run directory was lost with all that was written"
     assert any(why in line for line in run.lines), run.output
