@@ -277,6 +277,7 @@ class Coordinator:
         if self._bulletin.current.ended is not None or not records:
             return
         now_s = self._clock()
+        records = [self._bulletin.dated(record, now_s) for record in records]
         self._note(self._recorder.write(records, now_s), now_s)
         for record in records:
             if isinstance(record, journal.RewindRecord):
