@@ -655,3 +655,44 @@ def test_a_newcomer_that_may_be_refused_does_not_say_how_long_the_run_is() -> No
     assert epochs() == 14
     scene.say("w1", m.Plan(epochs=15, samples=None))
     assert epochs() == 15
+
+
+def test_an_era_in_the_journal_says_when_it_began_and_what_led_to_it() -> None:
+    scene = Scene().started(2)
+    scene.say("w0", lines(0, journal.EraRecord(1, ["w0", "w1"], unix_s=5.0)))
+    scene.wait(3.0, ("w0", "w1"))
+    scene.exit("w1", -9)
+    lost_s = scene.now_s
+    scene.wait(1.0, ("w0",))
+    scene.say("w0", lines(1, journal.EraRecord(2, ["w0"])))
+    first, second = (record for record in scene.journal if isinstance(record, journal.EraRecord))
+    # Its clock began at 100 s, which was 1e9 s on the calendar; what a worker says about time does not count.
+    assert first.unix_s == 1e9
+    assert second.unix_s == pytest.approx(1e9 + scene.now_s - 100.0, rel=0, abs=0.01)
+    change = next(each for each in second.changes if each.kind == "lost")
+    assert change.worker == "w1" and "w1" in change.text and "killed by signal 9" in change.text
+    assert change.unix_s == pytest.approx(1e9 + lost_s - 100.0, rel=0, abs=0.01)
+    assert not {each.unix_s for each in second.changes} & {each.unix_s for each in first.changes}
+    older = journal.decode(b'{"kind":"era","era":1,"roster":["w0"]}')
+    assert older == journal.EraRecord(1, ["w0"]) and b"unix" not in journal.encode(older)
+
+
+def test_events_of_a_run_that_is_over_say_when_and_why(tmp_path: Path) -> None:
+    from pliant.ui import afterwards
+
+    file = JournalFile(tmp_path / "journal.jsonl")
+    lost = journal.ChangeLine(8.0, "lost", "w1", "w1 was killed by SIGKILL")
+    eras = [
+        journal.EraRecord(1, ["w0", "w1", "w2"], unix_s=7.0),
+        journal.EraRecord(2, ["w0"], unix_s=9.0, changes=[lost]),
+    ]
+    file.append([journal.RunRecord("job", "0", 6.0), *eras])
+    file.close()
+    told = json.loads(afterwards.told("/events", tmp_path) or b"")
+    assert [(each["unix_s"], each["text"]) for each in told] == [
+        (6.0, "the run began"),
+        (7.0, "era 1: w0, w1, w2"),
+        (8.0, "w1 was killed by SIGKILL"),
+        (0.0, "w2 left or was lost"),
+        (9.0, "era 2: w0"),
+    ]

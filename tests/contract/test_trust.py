@@ -36,7 +36,7 @@ from pliant.errors import PliantError, Refused, RunEnded, UsageError
 from pliant.launch import asking, certificates, trust
 from pliant.launch import directory as run_directory
 from pliant.launch.directory import Access, Trust
-from pliant.launch.process import opened
+from pliant.launch.logs import opened
 from pliant.runtime import service
 from pliant.runtime.charter import Charter
 from pliant.runtime.environment import Job, environment_of, job_from

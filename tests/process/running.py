@@ -6,11 +6,13 @@ import contextlib
 import os
 import queue
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,31 @@ def _is_in(entry: Path, directory: Path) -> bool:
         return running and (entry / "cwd").readlink() == directory
     except OSError:
         return False
+
+
+def coordinator_of(run: Running) -> int:
+    """The process of the run's coordinator."""
+    (found,) = [
+        pid
+        for pid in processes_in(run.directory)
+        if b"pliant.launch.coordinating" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    return found
+
+
+def remove(directory: Path) -> None:
+    """At one blow: what is missing is soon written again."""
+    shutil.rmtree(directory.rename(directory.with_name("removed")))
+
+
+def wait_for(path: Path, *runs: Running) -> None:
+    """Until the file is there, as long as the runs go on."""
+    until_s = time.monotonic() + LIMIT_S
+    while not path.exists():
+        assert time.monotonic() < until_s, f"{path.name} was never made"
+        for run in runs:
+            assert run.process.poll() is None, f"it ended before there was {path.name}:\n{run.wait()} {run.output}"
+        time.sleep(0.05)
 
 
 def gone(pid: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from running import LIMIT_S, Launcher, gone, processes_in, records
+from running import LIMIT_S, Launcher, coordinator_of, gone, processes_in, records, remove
 
 from pliant.core import journal
 from pliant.launch import asking, directory, local
@@ -502,11 +501,6 @@ link.finish(left=False)
 """
 
 
-def remove(directory: Path) -> None:
-    """At one blow: what is missing is soon written again."""
-    shutil.rmtree(directory.rename(directory.with_name("removed")))
-
-
 def test_the_end_of_a_journal_is_proved_and_told_after_the_run(launch: Launcher) -> None:
     run = launch(STEADY)
     run.until("in era", 2)
@@ -561,11 +555,7 @@ def test_a_removed_run_directory_is_made_again(launch: Launcher) -> None:
 def test_a_run_directory_lost_with_its_coordinator_is_told_by_the_exit_status(launch: Launcher) -> None:
     run = launch(STEADY)
     run.until("in era", 2)
-    (coordinator,) = [
-        pid
-        for pid in processes_in(run.directory)
-        if b"launch.coordinating" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    coordinator = coordinator_of(run)
     os.kill(coordinator, signal.SIGSTOP)
     remove(run.directory / "job")
     os.kill(coordinator, signal.SIGKILL)

@@ -46,13 +46,28 @@ class AgentLink:
 
     @classmethod
     async def connect(
-        cls, address: str, token: str, enlist: Enlist, timeout_s: float, context: ssl.SSLContext | None = None
+        cls,
+        address: str,
+        token: str,
+        enlist: Enlist,
+        timeout_s: float,
+        context: ssl.SSLContext | None = None,
+        *,
+        held: Callable[[], None] = lambda: None,
     ) -> tuple[AgentLink, Enlisted | Over]:
-        """Enlist at ``host:port``; ``Over`` if the run has ended already. With a ``context`` under TLS."""
+        """Enlist at ``host:port``; ``Over`` if the run has ended already. With a ``context`` under TLS.
+
+        ``held`` is called whenever a coordinator that still reads the journal says that it is there.
+        """
+
+        def wait_on() -> None:
+            limit.reschedule(_now_s() + timeout_s)
+            held()
+
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 connection = await _opened(Door(address, token, context))
-                return await _enlisted(connection, address, enlist, lambda: limit.reschedule(_now_s() + timeout_s))
+                return await _enlisted(connection, address, enlist, wait_on)
         except TimeoutError as error:
             raise Unreachable(f"the coordinator at {address} did not answer within {timeout_s:g} s") from error
 

@@ -57,7 +57,7 @@ from pliant.errors import PliantError, Refused, RunEnded
 from pliant.errors import Stopped as RunStopped
 
 GIVE_UP_S = 60.0
-"""How long a coordinator may be away: its launcher starts it again within a second."""
+"""How long a coordinator may be away: its launcher starts it again within a second. One that says ``hold`` is there."""
 
 AGAIN_S = 0.1
 """Between two attempts to reach it."""
@@ -89,6 +89,8 @@ class Link:
     def __init__(self, connection: ClientConnection, door: Door, slot: str, version: str) -> None:
         self.connection = connection
         self._door, self._address, self._slot, self._version = door, door.address, slot, version
+        self._held_s = float("-inf")
+        """when a coordinator that still reads the journal was heard last"""
         self.local_address: str = connection.socket.getsockname()[0]
         self.position = Position()
         self.mailbox = Mailbox(self._greet(connection, Hello(slot=slot, pid=os.getpid(), version=version)))
@@ -135,6 +137,8 @@ class Link:
             answer = Hold()
             while isinstance(answer, Hold):
                 answer = decode_from_coordinator(connection.recv(timeout=CONNECT_S, decode=False))
+                if isinstance(answer, Hold):
+                    self._held_s = time.monotonic()
         except (ConnectionClosed, TimeoutError, msgspec.DecodeError, OSError) as error:
             raise RunEnded(f"lost the coordinator at {self._address} while joining: the run has ended") from error
         match answer:
@@ -257,7 +261,11 @@ class Link:
         self._leaving = True
         self._pledge(last)
         # The coordinator closes the connection when it has read everything.
-        self._receiver.join(patience_s)
+        until_s = time.monotonic() + patience_s
+        while self._receiver.is_alive() and time.monotonic() < until_s:
+            self._receiver.join(until_s - time.monotonic())
+            if self._until_heard:
+                until_s = self._given_up_s(until_s)
         self._closed = True
         self._waiting.set()
         self.connection.close()
@@ -289,10 +297,14 @@ class Link:
             return True
         return self._leaving and (heard or not self._until_heard)
 
+    def _given_up_s(self, until_s: float) -> float:
+        """Until when the coordinator is waited for: one that still read the journal was there when it was heard."""
+        return max(until_s, self._held_s + GIVE_UP_S)
+
     def _reconnected(self) -> bool:
         """Find the coordinator again, under the same name."""
-        deadline_s = time.monotonic() + GIVE_UP_S
-        while not self._closed and time.monotonic() < deadline_s:
+        until_s = time.monotonic() + GIVE_UP_S
+        while not self._closed and time.monotonic() < self._given_up_s(until_s):
             try:
                 self._resume(opening.opened(self._door))
             except _Evicted as error:

@@ -49,6 +49,7 @@ class Saved(msgspec.Struct):
     bookmarks: list[Bookmark]
     """the last one before each checkpoint"""
     version: int = VERSION
+    missing_why: str = ""
 
 
 class Account:
@@ -60,6 +61,8 @@ class Account:
         """records of the workers, missing ones included; also the number of the next one"""
         self.missing = 0
         """of them: those that are not in the journal"""
+        self.missing_why = ""
+        """of the first of them"""
         self.last_round = 0
         """the highest number of a round that was ever written"""
         self.era = 0
@@ -96,9 +99,10 @@ class Account:
                 self.era, self.roster = era, roster
             case journal.RewindRecord():
                 self.rewinds += 1
-            case journal.GapRecord():
+            case journal.GapRecord(reason=reason):
                 # Where nobody knows how many: at least one.
                 self.missing += max(1, self.written - before)
+                self.missing_why = self.missing_why or reason
             case _:
                 pass
 
@@ -185,6 +189,7 @@ class Account:
             self.checkpoints,
             self.end,
             [needed[written] for written in sorted(needed)],
+            missing_why=self.missing_why,
         )
 
     @classmethod
@@ -196,7 +201,7 @@ class Account:
         account.written, account.last_round, account.missing = saved.written, saved.last_round, saved.missing
         account.era, account.roster, account.rewinds = saved.era, saved.roster, saved.rewinds
         account.finishing, account.checkpoints, account.end = saved.finishing, saved.checkpoints, saved.end
-        account._bookmarks = saved.bookmarks
+        account.missing_why, account._bookmarks = saved.missing_why, saved.bookmarks
         return account
 
 

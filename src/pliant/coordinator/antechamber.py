@@ -41,9 +41,13 @@ class Antechamber:
         else:
             self._said.append(tell)
 
+    def _await(self, peer: Peer) -> None:
+        if self._desk is None:
+            self._waiting[peer.number] = peer
+
     def connected(self, peer: Peer) -> None:
         """A worker."""
-        self._waiting[peer.number] = peer
+        self._await(peer)
         self._say(lambda desk: desk.connected(peer))
 
     def received(self, peer: Peer, message: FromWorker) -> None:
@@ -57,7 +61,7 @@ class Antechamber:
 
     def agent_connected(self, peer: Peer) -> None:
         """A launcher."""
-        self._waiting[peer.number] = peer
+        self._await(peer)
         self._say(lambda desk: desk.agent_connected(peer))
 
     def agent_received(self, peer: Peer, message: FromAgent) -> None:

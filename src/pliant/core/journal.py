@@ -62,6 +62,15 @@ class EntryLine(msgspec.Struct, frozen=True, array_like=True):
     """where the dropped contributions were computed (``tickets.Point``): look-ahead points were built from them"""
 
 
+class ChangeLine(msgspec.Struct, frozen=True, array_like=True):
+    """Who came, went or was lost, when and why: for people."""
+
+    unix_s: Seconds
+    kind: Name
+    worker: Name
+    text: str
+
+
 class EraRecord(msgspec.Struct, frozen=True, tag="era", tag_field="kind", omit_defaults=True):
     """A roster takes effect, after the records before it."""
 
@@ -71,6 +80,10 @@ class EraRecord(msgspec.Struct, frozen=True, tag="era", tag_field="kind", omit_d
     """of an unplanned era; None: the first one, or a planned one"""
     void: Count = 0
     """the round number that an unplanned era passes over: a lost worker may have applied it"""
+    unix_s: Seconds = 0.0
+    """when it was written down: this and what follows the coordinator adds; nothing is decided by it"""
+    changes: list[ChangeLine] = []
+    """since the era before, as far as this coordinator has seen them"""
 
 
 class PolicyRecord(msgspec.Struct, frozen=True, tag="policy", tag_field="kind"):

@@ -182,6 +182,12 @@ class Agent:
     async def _connected(self) -> tuple[AgentLink, Enlisted | Over]:
         """Enlist; come back as often as there is hope that somebody answers."""
         lost_s = time.monotonic()
+
+        def held() -> None:
+            # Somebody is there, and reads the journal.
+            nonlocal lost_s
+            lost_s = time.monotonic()
+
         while True:
             enlist = Enlist(
                 agent=self._name,
@@ -191,7 +197,9 @@ class Agent:
                 owner=self._coordination is not None,
             )
             try:
-                return await AgentLink.connect(self._access.address, self._access.token, enlist, ANSWER_S, self._tls)
+                return await AgentLink.connect(
+                    self._access.address, self._access.token, enlist, ANSWER_S, self._tls, held=held
+                )
             except Unreachable as error:
                 if self._coordination is None and not self._name:
                     raise
@@ -275,7 +283,8 @@ class Agent:
         if why is not None:
             self._close(Over(why, completed=False, exit_status=1))
         else:
-            if self._coordination.make_again():
+            self._mend_directory()
+            if self._coordination.has_lost_journal:
                 self._ui.note("the run directory was lost, and the coordinator: what was written is not in the journal")
             self._coordination.start()
             self._ui.note("the coordinator died; restarted")
@@ -290,14 +299,17 @@ class Agent:
         """Let time pass: for output that was held back, and for a signal that nobody else takes care of."""
         self._slots.pause()
         self._remind()
-        if self._coordination is not None:
-            self._coordination.make_again()
+        self._mend_directory()
         if not self._signals:
             return
         waited_s = time.monotonic() - self._signalled_s
         nobody = self._link is None and waited_s > ALONE_S
         if nobody or waited_s > 2 * (self._spec.grace_s + ALONE_S):
             self._abandon(_by_signal(self._signals[0]))
+
+    def _mend_directory(self) -> None:
+        if self._coordination is not None and self._coordination.make_again():
+            self._ui.note("the run directory was removed; training goes on, and what can be made again there is")
 
     def _remind(self) -> None:
         """Say, once, that a process runs and has not joined: it may be training alone for hours."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from pliant.launch import child
+from pliant.launch.logs import Log
 from pliant.launch.output import LastError, LineSplitter, SeenTracebacks, TracebackFilter, is_transports
 
 Stream = Literal["stdout", "stderr"]
@@ -93,15 +94,6 @@ class Owned:
             self._ended(self.process.wait())
 
 
-def opened(log: Path) -> IO[bytes]:
-    """To append to, without a buffer: what a full disk does not take must not fail again when the file is closed."""
-    try:
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        return os.fdopen(descriptor, "ab", buffering=0)
-    except OSError:
-        return Path(os.devnull).open("ab", buffering=0)
-
-
 class WorkerProcess:
     """A worker's process. ``show`` gets its lines, ``ended`` its wait status, both in the event loop."""
 
@@ -114,7 +106,7 @@ class WorkerProcess:
         ended: Callable[[WorkerProcess, int], None],
     ) -> None:
         self.slot = slot
-        self._log = opened(log)
+        self._log = Log(log)
         self._show = show
         self._ended = ended
         self._splitters: dict[Stream, LineSplitter] = {"stdout": LineSplitter(), "stderr": LineSplitter()}
@@ -160,7 +152,8 @@ class WorkerProcess:
             self._owned.kill()
 
     def pause(self) -> None:
-        """Show what was held back in hope of more."""
+        """Show what was held back in hope of more; see that there is a log."""
+        self._log.mend()
         self._show_all("stderr", self._tracebacks.quiet(time.monotonic()))
 
     def dispose(self) -> None:
@@ -183,8 +176,7 @@ class WorkerProcess:
         chunk = pipe.read(_CHUNK) if pipe is not None else b""
         if chunk:
             # On a full disk it is only shown: the run goes on.
-            with contextlib.suppress(OSError):
-                self._log.write(chunk)
+            self._log.write(chunk)
             now_s = time.monotonic()
             self._show_lines(stream, self._splitters[stream].feed(chunk, now_s), now_s)
             return True

@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from pliant.launch.directory import LOGS, PRIVATE, TOKEN
-from pliant.launch.process import Owned, opened
+from pliant.launch.directory import JOURNAL, LOGS, PRIVATE, TOKEN
+from pliant.launch.logs import opened
+from pliant.launch.process import Owned
 from pliant.runtime.environment import plain_environment
 
 DEATHS = 5
@@ -80,6 +81,11 @@ class Coordination:
             # It is tried again.
             return False
         return True
+
+    @property
+    def has_lost_journal(self) -> bool:
+        """Whether what the last coordinator had written is not there any more."""
+        return self.term > 0 and not (self._directory / JOURNAL).exists()
 
     def hopeless(self) -> str | None:
         """Why there is no use in starting it again."""

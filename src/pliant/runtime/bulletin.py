@@ -22,6 +22,12 @@ from pliant.types import WorkerId
 
 EVENTS_KEPT = 1000
 
+CHANGES_KEPT = 1000
+"""Between two eras, in the journal."""
+
+CHANGE_LENGTH = 200
+"""Characters of a reason in the journal."""
+
 
 class Happening(msgspec.Struct, frozen=True):
     """One notable event of a run, for people and programs."""
@@ -39,6 +45,8 @@ class Bulletin:
         self._account = account
         self._unix_offset_s = unix_offset_s
         self._happenings: deque[Happening] = deque(maxlen=EVENTS_KEPT)
+        self._changes: deque[journal.ChangeLine] = deque(maxlen=CHANGES_KEPT)
+        """of workers, since the last era"""
 
     @property
     def tally(self) -> Tally:
@@ -83,8 +91,19 @@ class Bulletin:
     def note(self, note: Note, now_s: float) -> str:
         """Keep a notable event; its text as a terminal may show it."""
         text = translation.printable(note.text)
-        self._happenings.append(Happening(now_s + self._unix_offset_s, note.kind, note.worker, text))
+        unix_s = now_s + self._unix_offset_s
+        self._happenings.append(Happening(unix_s, note.kind, note.worker, text))
+        if note.worker:
+            self._changes.append(journal.ChangeLine(unix_s, note.kind, note.worker, text[:CHANGE_LENGTH]))
         return text
+
+    def dated(self, record: journal.Record, now_s: float) -> journal.Record:
+        """The record as it is written down: an era with its time, and with what has led to it."""
+        if not isinstance(record, journal.EraRecord):
+            return record
+        changes = list(self._changes)
+        self._changes.clear()
+        return msgspec.structs.replace(record, unix_s=now_s + self._unix_offset_s, changes=changes)
 
     # for whoever asks
 

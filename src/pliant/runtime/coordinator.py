@@ -277,6 +277,7 @@ class Coordinator:
         if self._bulletin.current.ended is not None or not records:
             return
         now_s = self._clock()
+        records = [self._bulletin.dated(record, now_s) for record in records]
         self._note(self._recorder.write(records, now_s), now_s)
         for record in records:
             if isinstance(record, journal.RewindRecord):
@@ -452,7 +453,8 @@ class Coordinator:
         # What was asked for and is not there by now does not come.
         self._write(self._recorder.missing(self._clock(), AGAIN_AFTER_S))
         if self._account.missing:
-            end = events.Ended(f"{end.reason}, but {INCOMPLETE}", end.completed, end.exit_status or INCOMPLETE_EXIT)
+            reason = f"{end.reason}, but {INCOMPLETE}: {self._account.missing_why or 'records are missing'}"
+            end = events.Ended(reason, end.completed, end.exit_status or INCOMPLETE_EXIT)
         status = self._bulletin.current
         self._write(
             [journal.EndRecord(end.reason, end.completed, end.exit_status, status.rounds, status.samples_total)]

@@ -1,7 +1,8 @@
 """What can still be told of a run when nobody answers any more.
 
 Question  How did a run go, and what happened in it, as far as its journal says?
-Holds     Everything is read from the run directory. What only the coordinator knew, times above all, is left out.
+Holds     Everything is read from the run directory. Eras say when they began, and what led to them; of other things the
+          journal does not know the time.
 Source    ours.
 """
 
@@ -37,14 +38,11 @@ def _happenings(path: Path) -> Iterator[dict[str, object]]:
     roster: list[str] = []
     for record in history(path):
         match record:
+            case journal.RunRecord(started_unix_s=unix_s):
+                yield _happening("started", "the run began", unix_s=unix_s)
             case journal.EraRecord(era=era, roster=names):
-                for name in names:
-                    if name not in roster and roster:
-                        yield _happening("joined", f"{name} joined", name)
-                for name in roster:
-                    if name not in names:
-                        yield _happening("left", f"{name} left or was lost", name)
-                yield _happening("era", f"era {era}: {', '.join(names)}")
+                yield from _changes(record, roster)
+                yield _happening("era", f"era {era}: {', '.join(names)}", unix_s=record.unix_s)
                 roster = names
             case journal.PhaseEndRecord(result=float(result)):
                 yield _happening("result", f"evaluate: {result:g}")
@@ -62,5 +60,18 @@ def _happenings(path: Path) -> Iterator[dict[str, object]]:
                 pass
 
 
-def _happening(kind: str, text: str, worker: str = "") -> dict[str, object]:
-    return {"unix_s": 0.0, "kind": kind, "worker": worker, "text": text}
+def _changes(record: journal.EraRecord, roster: list[str]) -> Iterator[dict[str, object]]:
+    """Who came and went before this era; where the journal does not say why, what the rosters tell."""
+    for change in record.changes:
+        yield _happening(change.kind, change.text, change.worker, change.unix_s)
+    told = {change.worker for change in record.changes}
+    for name in record.roster:
+        if name not in roster and roster and name not in told:
+            yield _happening("joined", f"{name} joined", name)
+    for name in roster:
+        if name not in record.roster and name not in told:
+            yield _happening("left", f"{name} left or was lost", name)
+
+
+def _happening(kind: str, text: str, worker: str = "", unix_s: float = 0.0) -> dict[str, object]:
+    return {"unix_s": unix_s, "kind": kind, "worker": worker, "text": text}

@@ -1,0 +1,63 @@
+"""What processes say, on disk.
+
+Question  Where does the output of a process go, and what becomes of it where somebody removes the file?
+Holds     A disk that takes nothing costs output, never the run. A log that was removed while its process runs is made
+          again, with what was in it.
+Source    ours; docs/design/0020-coordinator-at-scale.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import IO
+
+from pliant.launch.directory import PRIVATE
+
+_CHUNK = 1 << 20
+
+
+def opened(log: Path) -> IO[bytes]:
+    """To append to, without a buffer: what a full disk does not take must not fail again when the file is closed."""
+    try:
+        # To be read too: what was removed can be, as long as it is open.
+        descriptor = os.open(log, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return os.fdopen(descriptor, "ab", buffering=0)
+    except OSError:
+        return Path(os.devnull).open("ab", buffering=0)
+
+
+class Log:
+    """Of one process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = opened(path)
+
+    def write(self, chunk: bytes) -> None:
+        """Append, as far as there is room."""
+        with contextlib.suppress(OSError):
+            self._file.write(chunk)
+
+    def mend(self) -> None:
+        """Make the file again where it has gone. Costs one look where it has not."""
+        if self._file.closed or self._path.exists():
+            return
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(PRIVATE, parents=True, exist_ok=True)
+        fresh = opened(self._path)
+        if not self._path.exists():
+            # It is tried again, with the same content.
+            fresh.close()
+            return
+        old, self._file = self._file, fresh
+        with old, contextlib.suppress(OSError):
+            place = 0
+            while chunk := os.pread(old.fileno(), _CHUNK, place):
+                self._file.write(chunk)
+                place += len(chunk)
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+        self._file.close()

@@ -1,0 +1,53 @@
+"""Like the one beside it; and in a run's processes patience is short, while a new coordinator's reading is long.
+
+It goes on reading when the file ``read-on`` exists, and makes ``reading``, and ``patience-over`` once those who wait
+were told to for longer than any of them is patient.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import quick  # noqa: F401
+
+ANSWER_S, AWAY_S = 4.0, 12.0
+"""How long an answer may take, and how long the coordinator may be away; usually 10 to 30 s, and 30 to 60 s"""
+HOLD_EVERY_S = 0.1
+
+
+def read_slowly() -> None:
+    from pliant.coordinator.antechamber import Antechamber
+    from pliant.runtime import service
+    from pliant.runtime.journaling import JournalFile
+
+    reopened, hold, told = JournalFile.reopened, Antechamber.hold, []
+
+    def slowly(*given, **named):
+        Path("reading").touch()
+        while not Path("read-on").exists():
+            time.sleep(0.05)
+        return reopened(*given, **named)
+
+    def counted(self):
+        hold(self)
+        told.append(time.monotonic())
+        if told[-1] - told[0] > AWAY_S + 2 * ANSWER_S:
+            Path("patience-over").touch()
+
+    service.HOLD_EVERY_S, JournalFile.reopened, Antechamber.hold = HOLD_EVERY_S, slowly, counted
+
+
+def be_impatient() -> None:
+    from pliant.control import client, opening
+    from pliant.launch import agent
+
+    client.GIVE_UP_S, client.CONNECT_S, opening.CONNECT_S = AWAY_S, ANSWER_S, ANSWER_S
+    agent.RECONNECT_S, agent.ANSWER_S = AWAY_S, ANSWER_S
+
+
+if "pliant.launch.coordinating" in sys.orig_argv:
+    read_slowly()
+else:
+    be_impatient()
