@@ -41,10 +41,10 @@ GATHER: frozenset[What] = frozenset({"gather", "gather everywhere"})
 CLIP: frozenset[What] = frozenset({"clip", "clip off"})
 """another bound on the gradient's norm"""
 
-FOLLOW: frozenset[What] = frozenset({"evaluate", "evaluate twice", "save", "slow save"}) | GATHER | CLIP
+FOLLOW: frozenset[What] = GATHER.union(CLIP, ("evaluate", "evaluate twice", "save", "slow save"))
 """what all workers do at the same update: in the body of the loop, or in ``on_update``"""
 
-UPDATE: frozenset[What] = FOLLOW | {"break"}
+UPDATE: frozenset[What] = FOLLOW.union(("break",))
 """what is done at an update beside changes of the trained set"""
 
 SAMPLE: frozenset[What] = frozenset({"oom", "inf"})
