@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 
 from habits.kept import KEPT
+from pliant.core import rounds
 from pliant.runtime.update import Training
-from pliant.tensors import lookahead
+from pliant.tensors import lookahead, weights
 from pliant.testing.habits import Event, Habits, command, packed, strategies, threads, unpacked
 from pliant.testing.habits.reference import Mismatch
 from pliant.testing.habits.shrinking import shrunk
+from pliant.worker import predictions
 
 # Threads share the filters of warnings: a group that skips its first round advances the schedule before an update.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -107,3 +111,54 @@ def test_the_plainest_failing_script_is_found() -> None:
     assert shrunk(large, lambda plainer: plainer.model == "cnn" and plainer.does("inf")) == Habits(
         model="cnn", events=(Event(3, "inf"),)
     )
+
+
+CLIPPED = Habits(
+    sizes=(4, 2), epochs=2, delay=1, clip=0.05, inside=True, events=(Event(2, "clip off"), Event(4, "clip"))
+)
+
+
+def test_a_bound_that_the_look_ahead_does_not_follow_is_found(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads.checked(CLIPPED, directory)
+    monkeypatch.setattr(Training, "follow_clip_norm", lambda self, bound: None)
+    with pytest.raises(Mismatch, match="off plain PyTorch"):
+        threads.checked(CLIPPED, directory)
+
+
+def test_a_bound_too_early_is_found(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_clip_norm", lambda group, tickets: (0.5, 0))
+    with pytest.raises(Mismatch, match=r"round 1 is clipped to 0\.5, it should be None"):
+        threads.checked(CLIPPED, directory)
+
+
+def test_other_weights_in_a_file_are_found(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Habits(optimizer="adam", sizes=(4, 2), delay=1, events=(Event(2, "slow save"),))
+    threads.checked(script, directory)
+
+    def spoilt(model: Any, path: Path, **options: Any) -> bool:
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.middle.weight[0, 0] += 1e-3
+        return save(other, path, **options)
+
+    save = weights.save
+    monkeypatch.setattr(weights, "save", spoilt)
+    with pytest.raises(Mismatch, match=r"middle\.weight saved after round"):
+        threads.checked(script, directory)
+
+
+def test_outputs_in_another_order_are_found(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Habits(sizes=(4, 2), inside=True, events=(Event(1, "gather everywhere"),))
+    threads.checked(script, directory)
+    in_order = predictions.in_order
+    monkeypatch.setattr(predictions, "in_order", lambda found, length: in_order(found, length)[::-1])
+    with pytest.raises(AssertionError, match="the outputs gathered are those of samples"):
+        threads.checked(script, directory)
+
+
+def test_an_update_too_many_is_found(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Habits(sizes=(4, 2), steps=4)
+    threads.checked(script, directory)
+    monkeypatch.setattr(rounds, "_is_enough", lambda group: group.updates >= 5)
+    with pytest.raises(Mismatch, match="5 updates were made, the script asks for 4"):
+        threads.checked(script, directory)

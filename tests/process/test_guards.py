@@ -272,16 +272,17 @@ with pliant.join(model, optimizer, batch=16) as run:
     assert "without calling" not in run.output
 
 
-def test_two_losses_at_one_update(launch: Launcher) -> None:
+@pytest.mark.parametrize("delay", [1, "auto"])
+def test_two_losses_at_one_update(launch: Launcher, delay: object) -> None:
     """Training and validation loss, one after the other, where ``step`` has returned True."""
     run = launch(
-        """
+        f"""
         def loss(batch):
             (x,) = batch
             return model(x).square().mean(1).sum(), len(x)
 
         found = []
-        with pliant.join(model, optimizer, batch=16, delay=1) as run:
+        with pliant.join(model, optimizer, batch=16, delay={delay!r}) as run:
             for (x,) in run.batches(data, size=4):
                 run.backward(model(x).square().mean())
                 if run.step() and run.round % 2 == 0:

@@ -120,6 +120,8 @@ class Kit:
     optimizer: Optimizer
     scheduler: Any = None
     ema: nn.Module | None = None
+    clip: float | None = None
+    """the bound on the gradient's norm in force, where it is computed by hand"""
     done: list[Event] = field(default_factory=list)
     """which changes of the trained set have been made"""
 
@@ -136,9 +138,8 @@ class Kit:
 
     def loss(self, batch: Batch) -> tuple[Tensor, float]:
         """The mean loss of a micro-batch, and the mean's denominator."""
-        x, y, tokens, index = batch
-        out = self.model(x, index)
-        each = F.cross_entropy(out if self.head is None else self.head(out), y, reduction="none")
+        _, y, tokens, _ = batch
+        each = F.cross_entropy(self.outputs(batch), y, reduction="none")
         if not self.habits.tokens:
             return each.mean(), float(len(y))
         count = float(tokens.sum())
@@ -158,7 +159,12 @@ class Kit:
     def twin(self) -> Kit:
         """A copy of weights and optimizer, without the rest."""
         model, head, optimizer = copy.deepcopy((self.model, self.head, self.optimizer))
-        return Kit(self.habits, model, head, optimizer)
+        return Kit(self.habits, model, head, optimizer, clip=self.clip)
+
+    def outputs(self, batch: Batch) -> Tensor:
+        """What it says of each sample."""
+        out = self.model(batch[0], batch[3])
+        return out if self.head is None else self.head(out)
 
 
 def kit_of(habits: Habits, seed: int) -> Kit:
@@ -177,7 +183,7 @@ def kit_of(habits: Habits, seed: int) -> Kit:
         model.late.requires_grad_(False)
     optimizer = _optimizer(habits, _groups(habits, model, head))
     ema = torch.optim.swa_utils.AveragedModel(model, use_buffers=habits.hooks) if habits.ema else None
-    return Kit(habits, model, head, optimizer, _scheduler(habits, optimizer), ema)
+    return Kit(habits, model, head, optimizer, _scheduler(habits, optimizer), ema, habits.clip)
 
 
 def change(kit: Kit, event: Event) -> None:

@@ -39,6 +39,8 @@ _GROWS, _OVER = Path("awaited-grown"), Path("over")
 _SCRIPT = "from pliant.testing.habits.processes import main\n\nmain()\n"
 _PAUSE_S = 0.003
 """in each micro-batch of a real worker"""
+_SLOW_S = 2.0
+"""A slow save at most, where the others do not go on without it."""
 _AWAITED_S, _PATIENCE = 0.2, 100
 """in so many while somebody is to come (back), so that it finds the run still there"""
 
@@ -55,6 +57,7 @@ def main() -> None:
     script = Script(kit, place, pliant.join, Path.cwd())
     if slot:
         script.at_micro_batch = _Fate(habits, place).meet
+        script.pause = _until_left_out
     script.train()
     if slot:
         digest = hashlib.sha256()
@@ -91,7 +94,20 @@ class _Fate:
 
     def _is_safe(self) -> bool:
         """Where all are lost: whether there is something to go on from."""
-        return not self._habits.checkpoints or b'"kind":"checkpoint"' in Path("job/journal.jsonl").read_bytes()
+        return not self._habits.checkpoints or _count("checkpoint") > 0
+
+
+def _until_left_out(run: Run) -> None:
+    """A save that is over when the others have gone on without this worker; or soon, where they had better wait."""
+    eras = _count("era")
+    deadline_s = time.monotonic() + _SLOW_S
+    while time.monotonic() < deadline_s and _count("era") == eras:
+        time.sleep(_PAUSE_S)
+
+
+def _count(kind: str) -> int:
+    """Records of this kind in the journal."""
+    return Path("job/journal.jsonl").read_bytes().count(b'"kind":"%s"' % kind.encode())
 
 
 def checked(habits: Habits, directory: Path) -> None:

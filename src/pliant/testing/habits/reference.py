@@ -11,8 +11,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -74,6 +76,7 @@ class Reference:
         self._phases = sorted({each.outcome.phase for each in self._rounds})
         """every epoch has one; who goes along does not name the epoch in its ticket"""
         self._samples = Samples(habits, habits.samples)
+        self._tests = Samples(habits, TESTED, seed=2).batch(tuple(range(TESTED)))
         self._fronts: dict[tuple[int, int], int] = {}
         self._versions: dict[int, Kit] = {}
         self._factors = {0: 1.0}
@@ -86,7 +89,10 @@ class Reference:
         """who has computed something in this loop"""
         self._names = self._numbered()
         self._seen = 0
-        self._results = 0
+        self._compared = 0
+        """up to which round it has been compared what scripts say of single updates"""
+        self._set_bound: float | None = None
+        """as the run counts it: 0: none; None: no script has set one"""
 
     def run(self) -> Kit:
         """All rounds; raises ``Mismatch`` where the run's own account of itself does not hold."""
@@ -101,7 +107,7 @@ class Reference:
                 step_schedule(self.kit)
             self._do_changes(outcome.round)
             self._keep(outcome.round)
-            self._compare_results(outcome.round)
+            self._compare_answers(outcome.round)
         return self.kit
 
     def _keep(self, number: int) -> None:
@@ -174,6 +180,7 @@ class Reference:
         _check(outcome.batch == samples, f"round {outcome.round} says {outcome.batch} samples, it has {samples}")
         _check(outcome.applied == applied, f"round {outcome.round}: applied is {outcome.applied}")
         self._factors[outcome.round] = outcome.factor
+        self._follow_bound(told)
         rate = self.kit.optimizer.param_groups[0]["lr"] * outcome.factor
         _close(told.rate, rate, f"the rate of round {outcome.round}")
         if applied:
@@ -234,25 +241,63 @@ class Reference:
         gradients = {name: g * weight for (name, _), g in zip(wanted, found, strict=True) if g is not None}
         return Sum(gradients, weight)
 
-    # -- evaluate
+    # -- the bound on the gradient's norm
 
-    def _compare_results(self, number: int) -> None:
-        """What ``evaluate`` has said at this update; running statistics are the group's own affair."""
-        results = self._diaries[0].results
-        while self._results < len(results) and results[self._results][0] <= number:
-            if not self._habits.norm:
-                self._compare_result(results[self._results][1], number)
-            self._results += 1
+    def _follow_bound(self, told: Round) -> None:
+        """A bound that scripts have set is in force from the first round on to which all who set one bring the same."""
+        number, said = told.outcome.round, set[float]()
+        for member, ticket in enumerate(told.tickets):
+            if not ticket.flags & Flag.FOLLOWING:
+                self._check_bound(member, number, ticket.clip_norm)
+                said |= {ticket.clip_norm} - {-1.0}
+        if len(said) == 1:
+            self._set_bound = said.pop()
+            self.kit.clip = self._set_bound or None
+        given = told.outcome.clip_norm
+        _check(given == self._set_bound, f"round {number} is clipped to {given}, it should be {self._set_bound}")
+
+    def _check_bound(self, member: int, number: int, given: float) -> None:
+        """Of one script: what it had set when it handed in, which may have been a round before."""
+        told = [-1.0, *(bound or 0.0 for at, bound in self._diaries[member].bounds if at < number)]
+        early = [-1.0, *(bound or 0.0 for at, bound in self._diaries[member].bounds if at < number - 1)]
+        possible = {told[-1]} if self._habits.delay == 0 else {*told[len(early) - 1 :]}
+        _check(given in possible, f"round {number}: worker {member} asks for the bound {given}, it set {told[1:]}")
+
+    # -- what scripts say at an update
+
+    def _compare_answers(self, number: int) -> None:
+        """What ``evaluate`` and ``save`` have said at this update; running statistics are the group's own affair."""
+        after, self._compared = self._compared, number
+        for diary in self._diaries if not self._habits.norm else ():
+            for at, result in diary.results:
+                if after < at <= number:
+                    self._compare_result(result, number)
+            for at, outputs in diary.gathered:
+                if after < at <= number and outputs is not None:
+                    self._compare_outputs(torch.stack(outputs), number)
+        for at, path in self._diaries[0].saved:
+            if after < at <= number:
+                self._compare_saved(path, number)
+
+    def _compare_result(self, result: float, number: int) -> None:
+        loss = torch.nn.functional.cross_entropy(self._outputs(), self._tests[1])
+        _close(result, float(loss), f"evaluate after round {number}", tolerance(self._habits))
+
+    def _compare_outputs(self, outputs: Tensor, number: int) -> None:
+        compare(f"what was gathered after round {number}", outputs, self._outputs(), tolerance(self._habits))
+
+    def _compare_saved(self, path: Path, number: int) -> None:
+        saved = load_file(path)
+        for name, p in self.kit.model.named_parameters():
+            compare(f"{name} saved after round {number}", saved[name], p.detach(), tolerance(self._habits))
 
     @torch.no_grad()
-    def _compare_result(self, result: float, number: int) -> None:
-        tests = Samples(self._habits, TESTED, seed=2)
+    def _outputs(self) -> Tensor:
         self.kit.model.eval()
-        x, y, _, index = tests.batch(tuple(range(TESTED)))
-        out = self.kit.model(x, index)
-        logits = out if self.kit.head is None else self.kit.head(out)
-        self.kit.model.train()
-        _close(result, float(torch.nn.functional.cross_entropy(logits, y)), f"evaluate after round {number}", 1e-4)
+        try:
+            return self.kit.outputs(self._tests)
+        finally:
+            self.kit.model.train()
 
 
 def update(kit: Kit, total: Sum, factor: float) -> None:
@@ -299,8 +344,8 @@ def _step(kit: Kit, mean: dict[str, Tensor], factor: float) -> None:
     parameters = dict(kit.named())
     for name, p in parameters.items():
         p.grad = mean.get(name)
-    if kit.habits.clip is not None:
-        torch.nn.utils.clip_grad_norm_(parameters.values(), kit.habits.clip)
+    if kit.clip is not None:
+        torch.nn.utils.clip_grad_norm_(parameters.values(), kit.clip)
     rates = [group["lr"] for group in kit.optimizer.param_groups]
     for group, rate in zip(kit.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate * factor
@@ -308,6 +353,18 @@ def _step(kit: Kit, mean: dict[str, Tensor], factor: float) -> None:
     for group, rate in zip(kit.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     kit.optimizer.zero_grad(set_to_none=True)
+
+
+def tolerance(habits: Habits) -> float:
+    """How far rounding may take it off."""
+    return 2e-3 if habits.float32 or habits.model == "mixed" else 1e-6
+
+
+def compare(name: str, given: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Equal up to rounding."""
+    if not torch.allclose(given, expected, rtol=tolerance, atol=tolerance):
+        largest = float((given - expected).abs().max())
+        raise Mismatch(f"{name} is off plain PyTorch by {largest:.3g}")
 
 
 def _check(holds: bool, message: str) -> None:

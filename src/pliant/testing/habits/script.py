@@ -8,6 +8,7 @@ Source    ours.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +21,18 @@ from torch import Tensor
 import pliant
 from pliant.run import Run
 from pliant.testing.habits.kit import Batch, Kit, Samples, change
-from pliant.testing.habits.values import SAMPLE, SET, UPDATE, Event
+from pliant.testing.habits.values import CLIP, FOLLOW, GATHER, SAMPLE, SET, UPDATE, Event, What
 
 TESTED = 10
 """samples that ``evaluate`` goes over"""
+
+BOUND = 0.02
+"""what the gradient's norm is clipped to in mid-run"""
+
+_SLOW_S = 0.02
+"""A slow save among threads: longer than a round, so the others stand at the next one meanwhile."""
+_USUAL_S = 60.0
+"""what the script says of how long it takes: so long that waiting would not pay"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,11 @@ class Diary:
     """what was trained at the beginning of each epoch"""
     results: list[tuple[int, float]] = field(default_factory=list)
     """(round, result of evaluate)"""
+    gathered: list[tuple[int, list[Tensor] | None]] = field(default_factory=list)
+    """(round, outputs in the order of the dataset; None: they are another worker's)"""
+    bounds: list[tuple[int, float | None]] = field(default_factory=list)
+    """(round, bound on the gradient's norm that was set after it)"""
+    saved: list[tuple[int, Path]] = field(default_factory=list)
     updates: list[int] = field(default_factory=list)
     """rounds after which ``step`` said True"""
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -83,14 +97,16 @@ class Script:
         self._tests = Samples(self.habits, TESTED, seed=2)
         self.at_micro_batch: Callable[[Run], None] = lambda run: None
         """called in the body of the loop, before anything is computed"""
+        self.pause: Callable[[Run], None] = lambda run: time.sleep(_SLOW_S)
+        """what takes long in a slow save"""
 
     def train(self) -> Diary:
         """The script."""
         kit, habits = self.kit, self.habits
         with self._join(kit.model, kit.optimizer, **settings(kit)) as run:
-            if habits.hooks:
-                run.on_update(lambda update: self._average())
-            for epoch in run.epochs(habits.epochs):
+            if habits.hooks or habits.inside:
+                run.on_update(lambda update: self._follow(run))
+            for epoch in run.epochs(steps=habits.steps) if habits.steps else run.epochs(habits.epochs):
                 self._epoch(run, epoch)
                 self._change(run)
                 if habits.evaluates:
@@ -111,10 +127,17 @@ class Script:
                 if not self.habits.hooks:
                     self._average()
                 self._change(run)
-                if self._act(run):
+                if self._act(run, UPDATE - FOLLOW if self.habits.inside else UPDATE):
                     break
             if self._breaks_alone(run):
                 break
+
+    def _follow(self, run: Run) -> None:
+        """The function of ``on_update``."""
+        if self.habits.hooks:
+            self._average()
+        if self.habits.inside:
+            self._act(run, FOLLOW)
 
     def _average(self) -> None:
         if self.kit.ema is not None:
@@ -143,7 +166,7 @@ class Script:
         breaks, self._broke = due and not self._broke, self._broke or due
         return breaks
 
-    def _due(self, run: Run, kind: frozenset[str]) -> list[Event]:
+    def _due(self, run: Run, kind: frozenset[What]) -> list[Event]:
         """What all workers do now. Which of it is done travels with the state: a newcomer does nothing twice."""
         due: list[Event] = []
         for number, event in enumerate(self.habits.events):
@@ -160,25 +183,46 @@ class Script:
             self.diary.changes.append((run.round, event))
             change(self.kit, event)
 
-    def _act(self, run: Run) -> bool:
+    def _act(self, run: Run, kind: frozenset[What]) -> bool:
         """All workers are at the same update now; whether they leave the loop."""
-        due = self._due(run, UPDATE)
+        due = self._due(run, kind)
         for event in due:
-            if event.what == "save":
-                run.save(self._directory / f"round-{run.round}.safetensors")
+            if event.what in ("save", "slow save"):
+                self._save(run, event)
+            elif event.what in CLIP:
+                run.clip_norm = BOUND if event.what == "clip" else None
+                self.diary.bounds.append((run.round, run.clip_norm))
+            elif event.what in GATHER:
+                self._gather(run, everywhere=event.what == "gather everywhere")
             elif event.what != "break":
                 for _ in range(2 if event.what == "evaluate twice" else 1):
                     self._evaluate(run)
         return any(event.what == "break" for event in due)
 
+    def _save(self, run: Run, event: Event) -> None:
+        path = self._directory / f"round-{run.round}.safetensors"
+        self.diary.saved.append((run.round, path))
+        if event.what == "slow save" and event.place == self._place:
+            with run.busy("saving", _USUAL_S):
+                self.pause(run)
+                run.save(path)
+        else:
+            run.save(path)
+
+    def _gather(self, run: Run, *, everywhere: bool) -> None:
+        found = run.evaluate(self._predict, self._tests, size=3, gather=True, everywhere=everywhere)
+        if found is not None and [each["index"] for each in found] != list(range(TESTED)):
+            raise AssertionError(f"the outputs gathered are those of samples {[each['index'] for each in found]}")
+        self.diary.gathered.append((run.round, None if found is None else [each["outputs"] for each in found]))
+
+    def _predict(self, batch: Batch) -> dict[str, Any]:
+        return {"outputs": self.kit.outputs(batch), "index": batch[3].tolist()}
+
     def _evaluate(self, run: Run) -> None:
         self.diary.results.append((run.round, run.evaluate(self._measure, self._tests, size=3)))
 
     def _measure(self, batch: Batch) -> tuple[Tensor, int]:
-        x, y, _, index = batch
-        out = self.kit.model(x, index)
-        logits = out if self.kit.head is None else self.kit.head(out)
-        return F.cross_entropy(logits, y, reduction="sum"), len(y)
+        return F.cross_entropy(self.kit.outputs(batch), batch[1], reduction="sum"), len(batch[1])
 
 
 def settings(kit: Kit) -> dict[str, Any]:

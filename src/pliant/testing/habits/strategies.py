@@ -13,7 +13,7 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pliant.testing.habits.values import SET, UPDATE, Event, Fault, Habits, Model, What
+from pliant.testing.habits.values import CLIP, SAMPLE, SET, UPDATE, Event, Fault, Habits, Model, What
 
 _EXACT = ("sgd", "adam", "adamw")
 _EVENTS: tuple[What, ...] = get_args(What)
@@ -46,13 +46,16 @@ def habits(draw: Any, *, processes: bool = False) -> Habits:
         drawn = replace(drawn, large=False)
     if drawn.does("break alone"):
         # Whoever has left its loop does not see that the others' last `step` says True.
-        drawn = replace(_without(drawn, *SET), hooks=drawn.hooks or drawn.ema)
+        drawn = replace(_without(drawn, *SET, *(() if drawn.inside else CLIP)), hooks=drawn.hooks or drawn.ema)
     if drawn.ema and drawn.norm:
         # Statistics are equal on all workers where all are at the same update.
         drawn = replace(drawn, hooks=True)
     if not processes and drawn.batch < 2 * workers:
         # A spare's script does not pass the lines of an update: what it misses comes with the coordinator's handoff.
         drawn = replace(_without(drawn, *SET), ema=drawn.ema and drawn.hooks)
+    if drawn.steps and (drawn.floating or drawn.batch * 2 > drawn.samples):
+        # Where each epoch is a round or two, what happens to a sample may leave none: it would never come to its end.
+        drawn = _without(drawn, *SAMPLE)
     if drawn.hooks and drawn.does("oom") and not drawn.does(*SET, *UPDATE):
         # What is done in the body at an update needs `step`: who does not call it there does not do it.
         drawn = replace(drawn, skips=draw(st.booleans()))
@@ -77,6 +80,7 @@ def _processes(draw: Any, workers: int) -> dict[str, Any]:
     return {
         "samples": draw(st.integers(40, 120)),
         "epochs": draw(st.integers(2, 4)),
+        "steps": draw(st.integers(12, 40)) if draw(st.integers(0, 4)) == 1 else 0,
         "loaders": draw(st.integers(0, 1)),
         "faults": faults,
         "checkpoints": checkpoints,
@@ -124,6 +128,7 @@ def _loops(draw: Any, workers: int) -> dict[str, Any]:
     return {
         "samples": draw(st.integers(8 * workers, 40)),
         "epochs": draw(st.integers(1, 2)),
+        "steps": draw(st.integers(1, 9)) if draw(st.integers(0, 4)) == 1 else 0,
         "batch": draw(st.integers(1, 16)),
         "floating": draw(st.integers(0, 3)) == 1,
         "delay": draw(st.sampled_from((0, 1, "auto"))),
@@ -131,6 +136,7 @@ def _loops(draw: Any, workers: int) -> dict[str, Any]:
         "scaler": draw(st.integers(0, 4)) == 1,
         "ema": draw(st.integers(0, 3)) == 1,
         "hooks": draw(st.booleans()),
+        "inside": draw(st.booleans()),
         "tokens": draw(st.booleans()),
         "evaluates": draw(st.booleans()),
     }

@@ -20,7 +20,12 @@ What = Literal[
     "freeze alone",
     "evaluate",
     "evaluate twice",
+    "gather",
+    "gather everywhere",
     "save",
+    "slow save",
+    "clip",
+    "clip off",
     "break",
     "break alone",
     "oom",
@@ -30,8 +35,17 @@ What = Literal[
 SET: frozenset[What] = frozenset({"freeze", "unfreeze", "add group", "freeze alone"})
 """what changes the trained set: at an update or between epochs"""
 
-UPDATE: frozenset[What] = frozenset({"evaluate", "evaluate twice", "save", "break"})
-"""what all workers do in the body of the loop, at the same update"""
+GATHER: frozenset[What] = frozenset({"gather", "gather everywhere"})
+"""``evaluate`` that collects the output of every sample"""
+
+CLIP: frozenset[What] = frozenset({"clip", "clip off"})
+"""another bound on the gradient's norm"""
+
+FOLLOW: frozenset[What] = GATHER.union(CLIP, ("evaluate", "evaluate twice", "save", "slow save"))
+"""what all workers do at the same update: in the body of the loop, or in ``on_update``"""
+
+UPDATE: frozenset[What] = FOLLOW.union(("break",))
+"""what is done at an update beside changes of the trained set"""
 
 SAMPLE: frozenset[What] = frozenset({"oom", "inf"})
 """what happens to the micro-batch that has a certain sample, whoever computes it"""
@@ -44,7 +58,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True, repr_omit_defaults=
     """from this round on, once, at the next moment that fits; what happens to a sample: which one, in every epoch"""
     what: What
     place: int = 0
-    """who breaks or freezes alone"""
+    """who breaks or freezes alone, or is slow to save"""
 
 
 class Fault(msgspec.Struct, frozen=True, omit_defaults=True, repr_omit_defaults=True, forbid_unknown_fields=True):
@@ -79,6 +93,8 @@ class Habits(msgspec.Struct, frozen=True, omit_defaults=True, repr_omit_defaults
     """two parameter groups, each with its own rate and decay"""
     samples: int = 24
     epochs: int = 1
+    steps: int = 0
+    """so many updates in all, in place of ``epochs``; 0: it goes by epochs"""
     batch: int = 8
     floating: bool = False
     sizes: tuple[int, ...] = (4,)
@@ -92,6 +108,8 @@ class Habits(msgspec.Struct, frozen=True, omit_defaults=True, repr_omit_defaults
     ema: bool = False
     hooks: bool = False
     """what follows updates is done in ``on_update``, not in the body of the loop"""
+    inside: bool = False
+    """what all do at an update is done in ``on_update``, not in the body of the loop"""
     tokens: bool = False
     loaders: int = 0
     evaluates: bool = False
