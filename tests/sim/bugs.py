@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakSet
 
 from msgspec.structs import replace
 
@@ -229,6 +230,19 @@ def link_knows_better() -> list[Patch]:
     return [(arrivals, "with_era_of", believed)]
 
 
+def leads_on() -> list[Patch]:
+    """Who has led once leads again when it comes back, beside the next leader."""
+    leads = Worker.__dict__["leads"].fget
+    have_led: WeakSet[Worker] = WeakSet()
+
+    def still(self: Worker) -> bool:
+        if leads(self):
+            have_led.add(self)
+        return self in have_led
+
+    return [(Worker, "leads", property(still))]
+
+
 BUGS: dict[str, tuple[str, Callable[[], list[Patch]]]] = {
     "skip_void": ("kills", skip_void),
     "reuse_attempt": ("kills", reuse_attempt),
@@ -250,5 +264,6 @@ BUGS: dict[str, tuple[str, Callable[[], list[Patch]]]] = {
     "tried_at_once": ("walls", tried_at_once),
     "forgets_weights": ("lonely", forgets_weights),
     "link_knows_better": ("lonely", link_knows_better),
+    "leads_on": ("saves", leads_on),
 }
 """name → the scene in which it shows, the patch"""

@@ -31,6 +31,7 @@ FIRST = {
     "tried_at_once": 18,
     "forgets_weights": 39,
     "link_knows_better": 248,
+    "leads_on": 49,
 }
 """the first seed under which each shows; 0 where none is named. One that does not show it any more costs a search."""
 

@@ -98,6 +98,8 @@ def drawn(name: str, seed: int) -> Scene:
             # Some have nothing to compute, and go along.
             policy = replace(policy, batch=following.choice((2, 3)), floating=False, at_most=None)
             scene = replace(scene, policy=policy, length=30, epochs=min(2, scene.epochs), samples=None)
+        saves_there = random.Random(f"{name}/{seed}/saves").random() < 0.5
+        scene = replace(scene, saves_there=saves_there)
     changing = random.Random(f"{name}/{seed}/trained")
     if not breaks and changing.random() < 0.3:
         scene = replace(scene, changes=changing.choice((1, 2, 3)), grows=changing.random() < 0.5)

@@ -79,6 +79,8 @@ class Scene(msgspec.Struct, frozen=True):
     """epochs(steps=…)"""
     follows_updates: bool = False
     """the script registers a function with ``on_update``"""
+    saves_there: bool = False
+    """... in which it does what takes long, too: before any ``evaluate``"""
     evaluates: int = 0
     """... which evaluates whenever the number of updates is a multiple; 0: never"""
     changes: int = 0
@@ -529,7 +531,8 @@ class Script:
             updated = worker.step()
             if updated and worker.leads:
                 self.simulation.checker.led(self.name, worker.group.round)
-            self._save()
+            if not self.scene.saves_there:
+                self._save()
             if updated:
                 self.state["count"] += 1
                 world.note("seen", self.name, worker.group.exchange, self.state["count"])
@@ -559,6 +562,10 @@ class Script:
             raise Violation(f"{self.name} counts {self.state['updates']} updates after update {update.updates}")
         checker.updated(self.name, self.training, self._worker.group)
         self._change_set(update.updates)
+        if self._worker.leads:
+            checker.led(self.name, update.round)
+        if self.scene.saves_there:
+            self._save()
         every = self.scene.evaluates
         if every and update.updates % every == 0:
             self._evaluate(self.epoch)
