@@ -7,6 +7,8 @@ Holds     A storage counts once, however many tensors look into it. The dataset 
 
 import gc
 import resource
+from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,14 +16,34 @@ from torch import Tensor
 from benchmarks.worker import Worker
 
 
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The bytes of each storage that these look into, by its address."""
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def live_tensors() -> list[Tensor]:
+    """All that are reachable from Python; gradients of parameters are not among them."""
+    return [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
+
+
+def status_mb(name: str) -> float:
+    """A figure of this process as the system sees it: ``VmRSS``, ``VmHWM`` (the largest of that)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith(name))
+
+
+def forget_peak() -> None:
+    """From now on VmHWM is of what follows."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def live_bytes(worker: Worker) -> int:
     """Bytes of all storages reachable from Python, the gradients and the optimizer's state included."""
-    tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
-    tensors += [p.grad for p in worker.model.parameters() if p.grad is not None]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    tensors = live_tensors() + [p.grad for p in worker.model.parameters() if p.grad is not None]
+    found = storages(tensors)
     for tensor in worker.dataset.tensors:
-        storages.pop(tensor.untyped_storage().data_ptr(), None)
-    return sum(storages.values())
+        found.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(found.values())
 
 
 def note_memory(worker: Worker) -> None:
