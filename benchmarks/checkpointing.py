@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import pliant
-from benchmarks.memory import forget_peak, status_mb
+from benchmarks.resident import forget_peak, status_mb
 from benchmarks.results import Trial
 from benchmarks.statistics import cpu_s
 from benchmarks.workload import Device, make_dataset, make_model, make_optimizer

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import pliant
-from benchmarks.memory import forget_peak, live_tensors, status_mb, storages
+from benchmarks.memory import live_tensors, storages
+from benchmarks.resident import forget_peak, status_mb
 from benchmarks.results import Trial
 from benchmarks.workload import Device, make_model, make_optimizer
 from pliant.runtime.takeover import Takeover, snapshot
@@ -162,13 +163,15 @@ class Newcomer:
         self.mine, self.theirs = _training(), _training()
         # Momentum is there, and both buffers of gradients: it is what follows that is to be measured.
         self.theirs.catch_up(dict(enumerate(_means(self.theirs, 0.01).values())), 1.0, None)
-        self.mine.gradients.check()
+        for training in (self.mine, self.theirs):
+            training.gradients.check()
         self.gradient_bytes = sum(p.nbytes for p in self.mine.parameters)
         self.wire = Wire(self.theirs, 2 * self.gradient_bytes / state_rounds)
         self.takeover = Takeover(self.mine, USERS, lambda _: self.wire, say=lambda _: None)
         self.takeover.restart(["donor"], 1, 0, keep=False)
         self.exchange = self.waits = 0
-        self._known = storages(live_tensors())
+        # Held, not only noted: a freed one's place would be taken by what is to be counted.
+        self._others = live_tensors()
 
     def follow(self) -> bool:
         """One round, or as long a wait; False: the state is here."""
@@ -194,9 +197,11 @@ class Newcomer:
 
     def beyond_bytes(self) -> int:
         """Alive, but neither of the donor nor of the state, here or arriving."""
-        state = [*_tensors(self.mine.optimizer.state), *_tensors(self.theirs.optimizer.state)]
-        ours = {**self._known, **storages([*state, *_tensors(self.wire.parts)])}
-        return sum(size for place, size in storages(live_tensors()).items() if place not in ours)
+        expected = [*self._others, *_tensors(self.wire.parts)]
+        for training in (self.mine, self.theirs):
+            expected += [*_tensors(training.optimizer.state), *_pool(training)]
+        known = storages(expected)
+        return sum(size for place, size in storages(live_tensors()).items() if place not in known)
 
     def differs(self) -> bool:
         pairs = zip(self.mine.parameters, self.theirs.parameters, strict=True)
@@ -221,6 +226,12 @@ def _training() -> Training:
         schedule_by="batch",
         scaler=None,
     )
+
+
+def _pool(training: Training) -> Iterator[Tensor]:
+    """The buffers of gradients that every worker has: a kept one takes the place of the spare one when it was used."""
+    for buffer in (training.gradients._filling, training.gradients._spare):
+        yield from buffer.flats if buffer is not None else ()
 
 
 def _filled(buffer: Buffer, value: float) -> dict[int, Tensor]:

@@ -8,7 +8,6 @@ Holds     A storage counts once, however many tensors look into it. The dataset 
 import gc
 import resource
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,17 +23,6 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 def live_tensors() -> list[Tensor]:
     """All that are reachable from Python; gradients of parameters are not among them."""
     return [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
-
-
-def status_mb(name: str) -> float:
-    """A figure of this process as the system sees it: ``VmRSS``, ``VmHWM`` (the largest of that)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(float(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith(name))
-
-
-def forget_peak() -> None:
-    """From now on VmHWM is of what follows."""
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def live_bytes(worker: Worker) -> int:

@@ -85,7 +85,7 @@ def _coordinator(results: Results) -> list[Sheet]:
     columns = ("", "CPU s per s", "µs per heartbeat", "CPU s until the first era")
     sheets = [Sheet("The coordinator at 2 heartbeats per second and worker", columns, tuple(rows))]
     for trial in results.trials:
-        if trial.act == "succession":
+        if trial.act == "succession" and trial.failure is None:
             found = trial.figures
             facts = (
                 ("journal", f"{found['journal_mb']:,.0f} MB"),
