@@ -197,10 +197,8 @@ class Newcomer:
 
     def beyond_bytes(self) -> int:
         """Alive, but neither of the donor nor of the state, here or arriving."""
-        expected = [*self._others, *_tensors(self.wire.parts)]
-        for training in (self.mine, self.theirs):
-            expected += [*_tensors(training.optimizer.state), *_pool(training)]
-        known = storages(expected)
+        state = [*_tensors(self.mine.optimizer.state), *_tensors(self.theirs.optimizer.state)]
+        known = storages([*self._others, *state, *_tensors(self.wire.parts)])
         return sum(size for place, size in storages(live_tensors()).items() if place not in known)
 
     def differs(self) -> bool:
@@ -226,12 +224,6 @@ def _training() -> Training:
         schedule_by="batch",
         scaler=None,
     )
-
-
-def _pool(training: Training) -> Iterator[Tensor]:
-    """The buffers of gradients that every worker has: a kept one takes the place of the spare one when it was used."""
-    for buffer in (training.gradients._filling, training.gradients._spare):
-        yield from buffer.flats if buffer is not None else ()
 
 
 def _filled(buffer: Buffer, value: float) -> dict[int, Tensor]:

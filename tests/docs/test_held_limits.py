@@ -144,6 +144,9 @@ def test_absences_are_read_as_they_were_written(tmp_path: Path) -> None:
     stamps.away(18)
     traces.refresh()
     assert [each.round for each in trace.absences] == [17, 18] and trace.absences[1].ends_s is None
+    stamps.back()
+    traces.refresh()
+    assert trace.absences[1].ends_s is not None
 
 
 def test_a_save_is_whole_and_of_its_round(tmp_path: Path) -> None:
