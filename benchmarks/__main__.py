@@ -9,12 +9,13 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import checkpointing, coordinating, harvest, journaling, overhead, report
+from benchmarks import checkpointing, coordinating, harvest, journaling, limits, overhead, report
 from benchmarks.chaos import schedule as chaos
 from benchmarks.convergence import plot
 from benchmarks.convergence import schedule as convergence
@@ -22,7 +23,7 @@ from benchmarks.fuzz import schedule as fuzz
 from benchmarks.judge import judge, read_targets
 from benchmarks.lab import delay, document, elastic, figures, real, theory
 from benchmarks.recovery import schedule as recovery
-from benchmarks.results import Machine, Results, machine, merged, read, write
+from benchmarks.results import Machine, Results, Trial, machine, merged, read, write
 
 FILE_WIDTH = 160  # of tables where the output is no terminal
 SPOT_TRACE = "PLIANT_SPOT_TRACE"
@@ -99,9 +100,9 @@ def _overheads(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results
 def _recoveries(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
     quick, only = arguments.quick, arguments.only
     chosen = recovery.selection(only)
-    facts = machine()
-    trials = recovery.measure(recovery.QUICK if quick else recovery.FULL, chosen, say)
-    return Results("recovery", quick, facts, trials=trials), chosen.asked
+    results = Results("recovery", quick, machine())
+    trials = recovery.measure(recovery.QUICK if quick else recovery.FULL, chosen, say, _keeper(arguments, results))
+    return replace(results, trials=trials), chosen.asked
 
 
 def _converged(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
@@ -180,9 +181,11 @@ def _journaled(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results
 
 
 def _saved(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
-    facts = machine()
-    trials = checkpointing.measure(checkpointing.QUICK_ROUNDS if arguments.quick else checkpointing.ROUNDS, say)
-    return Results("checkpoints", arguments.quick, facts, trials=trials), frozenset({"pliant", "large", "checkpoints"})
+    results = Results("checkpoints", arguments.quick, machine())
+    rounds = checkpointing.QUICK_ROUNDS if arguments.quick else checkpointing.ROUNDS
+    repeats = checkpointing.QUICK_REPEATS if arguments.quick else checkpointing.REPEATS
+    trials = checkpointing.measure(rounds, repeats, say, _keeper(arguments, results))
+    return replace(results, trials=trials), frozenset({"pliant", "large", "checkpoints"})
 
 
 def _coordinated(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
@@ -193,6 +196,24 @@ def _coordinated(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Resul
     )
     asked = frozenset(name for trial in trials for name in (trial.system, trial.model, trial.act))
     return Results("coordinator", arguments.quick, facts, trials=trials), asked
+
+
+def _limited(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
+    parts = limits.selection(arguments.only)
+    facts = _one_thread()
+    trials = limits.measure(parts, arguments.quick, say)
+    asked = frozenset(name for trial in trials for name in (trial.system, trial.model, trial.act))
+    return Results("limits", arguments.quick, facts, trials=trials), asked
+
+
+def _keeper(arguments: argparse.Namespace, results: Results) -> Callable[[tuple[Trial, ...]], None]:
+    """Writes what there is after every repeat: the file of a run that is ended early holds the repeats before."""
+
+    def keep(trials: tuple[Trial, ...]) -> None:
+        if arguments.json is not None:
+            write(replace(results, trials=trials), arguments.json)
+
+    return keep
 
 
 def _one_thread() -> Machine:
@@ -217,6 +238,7 @@ MEASURES = {
     "journal": _journaled,
     "checkpoints": _saved,
     "coordinator": _coordinated,
+    "limits": _limited,
 }
 
 

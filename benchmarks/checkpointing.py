@@ -3,7 +3,8 @@
 Question  How much does a checkpoint of the large model every five seconds take from the training?
 Holds     One worker that never sleeps, so that nothing is hidden in waiting; a job's other workers notice nothing. The
           main thread is timed where it begins a copy and where it completes one before an update, in CPU seconds and,
-          as the pause, in seconds; the writing in its own thread, in CPU seconds, and related
+          as the pause, in seconds: all of one checkpoint together, judged beside the same run's median micro-batch;
+          the writing in its own thread, in CPU seconds, and related
           to what the process used (getrusage) over all rounds: two stretches of such a run differ by more than both, on
           a machine that others use.
 Source    Issue 5, "checkpointing"; docs/benchmarks.md.
@@ -12,7 +13,6 @@ Source    Issue 5, "checkpointing"; docs/benchmarks.md.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import pliant
+from benchmarks.resident import forget_peak, status_mb
 from benchmarks.results import Trial
 from benchmarks.statistics import cpu_s
 from benchmarks.workload import Device, make_dataset, make_model, make_optimizer
@@ -29,6 +30,7 @@ from pliant.runtime.saving import Thread
 BATCH, SIZE = 64, 16
 EVERY_S = 5.0
 ROUNDS, QUICK_ROUNDS = 600, 150
+REPEATS, QUICK_REPEATS = 5, 2
 MODEL = "large"
 
 Say = Callable[[str], None]
@@ -56,29 +58,19 @@ class Course:
 
     def begin(self) -> None:
         """A checkpoint comes to be."""
-        self.without_mb = _status_mb("VmHWM")
-        _forget_peak()
+        self.without_mb = status_mb("VmHWM")
+        forget_peak()
 
     def written(self) -> None:
         """It is written; its copy is still there."""
         if self.without_mb is not None:
-            self.extra_mb.append(_status_mb("VmHWM") - self.without_mb)
+            self.extra_mb.append(status_mb("VmHWM") - self.without_mb)
 
     def rest(self) -> None:
         """None is there."""
         if self.without_mb is not None:
             self.without_mb = None
-            _forget_peak()
-
-
-def _status_mb(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(float(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith(name))
-
-
-def _forget_peak() -> None:
-    """From now on VmHWM is of what follows."""
-    Path("/proc/self/clear_refs").write_text("5")
+            forget_peak()
 
 
 def trained(directory: str, rounds: int) -> Course:
@@ -142,11 +134,20 @@ def _watch(saving: Any, training: Any, course: Course) -> None:
         return Thread(written)
 
     saving.prepare, saving.save, saving._begin, training.finish_copy = prepared, saved, begin, finished
-    _forget_peak()
+    forget_peak()
 
 
-def measure(rounds: int, say: Say) -> tuple[Trial, ...]:
-    """One run of so many rounds."""
+def measure(rounds: int, repeats: int, say: Say, keep: Callable[[tuple[Trial, ...]], None]) -> tuple[Trial, ...]:
+    """So many runs of so many rounds; ``keep`` gets all there are after each."""
+    trials: list[Trial] = []
+    for repeat in range(repeats):
+        trials.append(Trial("pliant", MODEL, "checkpoints", repeat, _measured(rounds, say)))
+        keep(tuple(trials))
+    return tuple(trials)
+
+
+def _measured(rounds: int, say: Say) -> dict[str, float]:
+    """One run."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -163,6 +164,7 @@ def measure(rounds: int, say: Say) -> tuple[Trial, ...]:
         "pause_ms": median(course.paused_s) * 1e3,
         "longest_pause_ms": max(course.paused_s) * 1e3,
         "micro_batch_ms": median(course.micro_batch_s) * 1e3,
+        "pause_ratio": max(course.paused_s) / median(course.micro_batch_s),
         "cpu": (sum(course.copied_s) + written_s) / (course.cpu_s - sum(course.copied_s) - written_s),
         "main": sum(course.copied_s) / (course.main_s - sum(course.copied_s)),
         "copies": max(course.extra_mb) / course.state_mb,
@@ -175,4 +177,4 @@ def measure(rounds: int, say: Say) -> tuple[Trial, ...]:
         f"{figures['longest_pause_ms']:.1f} (a micro-batch: {figures['micro_batch_ms']:.1f})  "
         f"{figures['copies']:.2f} copies"
     )
-    return (Trial("pliant", MODEL, "checkpoints", 0, figures),)
+    return figures

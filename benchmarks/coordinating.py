@@ -3,17 +3,22 @@
 Question  How much of a core does the coordinator need for the signs of life of so many workers?
 Holds     The coordinator is the real one, with a journal in memory and connections that only encode. Time is passed in:
           two heartbeats per second and worker, a tick every 50 ms, as in a run; seconds are CPU seconds of this thread.
-          A journal of a million rounds is written by the real coordinator, and another one takes its place.
+          A journal of a million rounds is written by the real coordinator, and another one takes its place: in a
+          process of its own, which like a coordinator's does not load torch, so that its memory is a coordinator's.
 Source    docs/design/0020-coordinator-at-scale.md.
 """
 
-import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
+
+from benchmarks.resident import status_mb
 from benchmarks.results import Trial
 from pliant.control import messages
 from pliant.coordinator.state_file import STATE
@@ -132,12 +137,20 @@ def _round(number: int) -> bytes:
     return journal.encode(journal.RoundRecord(1, number, 1, 64, 64.0, 1.0, 0.1, 0.5, True, 64 * number, tickets))
 
 
-def _resident_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 def succeed(count: int, say: Say) -> Trial:
-    """Feed so many rounds to a coordinator with its journal on disk; then another one takes its place."""
+    """Feed so many rounds to a coordinator; then another one takes its place."""
+    say(f"{count} rounds of {WORKERS} workers")
+    line = [sys.executable, "-m", "benchmarks.coordinating", str(count)]
+    child = subprocess.run(line, cwd=Path(__file__).parents[1], capture_output=True, check=False)
+    model, act = f"{WORKERS} workers", "succession"
+    if child.returncode:
+        error = child.stderr.decode(errors="replace").strip().splitlines()
+        return Trial("pliant", model, act, 0, failure=error[-1] if error else f"status {child.returncode}")
+    return Trial("pliant", model, act, 0, msgspec.json.decode(child.stdout, type=dict[str, float]))
+
+
+def succession(count: int) -> dict[str, float]:
+    """The same in this process, with the journal on disk."""
     with TemporaryDirectory(prefix="pliant-coordinator-") as directory:
         path = Path(directory) / "journal.jsonl"
         file = JournalFile(path)
@@ -156,9 +169,8 @@ def succeed(count: int, say: Say) -> Trial:
             crowd.now_s += TICK_S
             crowd.coordinator.handle(events.Tick(), crowd.now_s)
             if start * 10 <= count:
-                began_mb = _resident_mb()
-        grown_mb = _resident_mb() - began_mb
-        say(f"{count} rounds are written, {path.stat().st_size / 1e6:.0f} MB")
+                began_mb = status_mb("VmHWM")
+        grown_mb = status_mb("VmHWM") - began_mb
         began_s = time.perf_counter()
         again, account = JournalFile.reopened(path)
         charter = Charter("job", "train.py", "0", workers=WORKERS)
@@ -175,7 +187,11 @@ def succeed(count: int, say: Say) -> Trial:
         path.with_name(STATE).unlink()
         began_s = time.perf_counter()
         whole, _ = JournalFile.reopened(path)
-        found |= {"whole_s": time.perf_counter() - began_s, "resident_mb": _resident_mb()}
+        found |= {"whole_s": time.perf_counter() - began_s, "resident_mb": status_mb("VmHWM")}
         whole.close()
         file.close()
-        return Trial("pliant", f"{WORKERS} workers", "succession", 0, found)
+        return found
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(msgspec.json.encode(succession(int(sys.argv[1]))))

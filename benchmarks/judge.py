@@ -153,7 +153,7 @@ def _bounded(results: Results, target: Target) -> list[_Found]:
         return [_no_trial(results, target, target.system)]
     value = {"worst": max, "median": median, "mean": fmean}[target.of](values)
     beside = f"worst {max(values):.3f}" if target.of != "worst" else f"median {median(values):.3f}"
-    return [_Found(target.at_most - value, f"{target.of} {value:.3f} of {len(values)} ({beside})")]
+    return [_Found(target.at_most + target.slack - value, f"{target.of} {value:.3f} of {len(values)} ({beside})")]
 
 
 def _faster(results: Results, target: Target) -> list[_Found]:

@@ -7,6 +7,7 @@ Holds     A storage counts once, however many tensors look into it. The dataset 
 
 import gc
 import resource
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -14,14 +15,23 @@ from torch import Tensor
 from benchmarks.worker import Worker
 
 
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The bytes of each storage that these look into, by its address."""
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def live_tensors() -> list[Tensor]:
+    """All that are reachable from Python; gradients of parameters are not among them."""
+    return [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
+
+
 def live_bytes(worker: Worker) -> int:
     """Bytes of all storages reachable from Python, the gradients and the optimizer's state included."""
-    tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
-    tensors += [p.grad for p in worker.model.parameters() if p.grad is not None]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    tensors = live_tensors() + [p.grad for p in worker.model.parameters() if p.grad is not None]
+    found = storages(tensors)
     for tensor in worker.dataset.tensors:
-        storages.pop(tensor.untyped_storage().data_ptr(), None)
-    return sum(storages.values())
+        found.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(found.values())
 
 
 def note_memory(worker: Worker) -> None:

@@ -1,4 +1,4 @@
-"""Tables of what concerns reliability: fuzzing, the journal, checkpoints."""
+"""Tables of what concerns reliability: fuzzing, the journal, checkpoints, the coordinator, limits."""
 
 from collections.abc import Mapping
 
@@ -39,10 +39,10 @@ def _journal(results: Results) -> list[Sheet]:
 
 
 def _checkpoints(results: Results) -> list[Sheet]:
-    rows: list[tuple[str, str]] = []
+    columns: list[list[tuple[str, str]]] = []
     for trial in results.trials:
         found = trial.figures
-        rows += [
+        shown = [
             ("rounds, checkpoints", f"{found['rounds']:.0f}, {found['checkpoints']:.0f}"),
             ("CPU of a round", f"{found['round_ms']:.1f} ms"),
             ("copy by the main thread, median", f"{found['copy_ms']:.0f} ms"),
@@ -51,8 +51,12 @@ def _checkpoints(results: Results) -> list[Sheet]:
             ("added time of the main thread", f"{100 * found['main']:.2f} %"),
             ("memory while one is written, in copies of the state", f"{found['copies']:.2f}"),
         ]
+        columns.append(shown)
+    # A column for each repeat.
+    rows = [(cells[0][0], *(text for _, text in cells)) for cells in zip(*columns, strict=True)]
+    names = [f"repeat {trial.repeat}" for trial in results.trials] if len(columns) > 1 else ["measured"]
     state = results.trials[0].figures["state_mb"]
-    return [Sheet(f"A checkpoint of {state:.0f} MB every 5 s", ("", "measured"), tuple(rows))]
+    return [Sheet(f"A checkpoint of {state:.0f} MB every 5 s", ("", *names), tuple(rows))]
 
 
 def _pauses(found: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -63,6 +67,7 @@ def _pauses(found: Mapping[str, float]) -> list[tuple[str, str]]:
     return [
         ("pause of training for a checkpoint, median and longest", pauses),
         ("a micro-batch, median", f"{found['micro_batch_ms']:.1f} ms"),
+        ("longest pause ÷ a micro-batch", f"{found['longest_pause_ms'] / found['micro_batch_ms']:.2f}"),
     ]
 
 
@@ -80,7 +85,7 @@ def _coordinator(results: Results) -> list[Sheet]:
     columns = ("", "CPU s per s", "µs per heartbeat", "CPU s until the first era")
     sheets = [Sheet("The coordinator at 2 heartbeats per second and worker", columns, tuple(rows))]
     for trial in results.trials:
-        if trial.act == "succession":
+        if trial.act == "succession" and trial.failure is None:
             found = trial.figures
             facts = (
                 ("journal", f"{found['journal_mb']:,.0f} MB"),
@@ -94,4 +99,40 @@ def _coordinator(results: Results) -> list[Sheet]:
     return sheets
 
 
-SHEETS = {"fuzz": _fuzz, "journal": _journal, "checkpoints": _checkpoints, "coordinator": _coordinator}
+def _limits(results: Results) -> list[Sheet]:
+    begun = tuple(
+        (
+            str(trial.repeat),
+            f"{trial.figures['begins_ms']:.1f} ms",
+            f"{trial.figures['short_ms']:.1f} ms",
+            f"{trial.figures['grown_mb']:.1f} MB",
+        )
+        for trial in results.trials
+        if trial.act == "epoch"
+    )
+    joined = tuple(
+        (
+            f"{trial.figures['state_rounds']:.0f}",
+            f"{trial.figures['copies']:.2f}",
+            f"{trial.figures['rounds']:.0f}",
+            f"{trial.figures['waits']:.0f}",
+            f"{trial.figures['asked']:.0f}",
+        )
+        for trial in results.trials
+        if trial.act == "newcomer"
+    )
+    columns = ("rounds the state takes", "copies of the gradients", "rounds followed", "moments waited", "requests")
+    sheets = [
+        Sheet("An epoch of 1e9 samples begins", ("epoch", "first micro-batch", "of 1,000", "memory"), begun),
+        Sheet("Memory of a newcomer beyond its state, large model", columns, joined),
+    ]
+    return [sheet for sheet in sheets if sheet.rows]
+
+
+SHEETS = {
+    "fuzz": _fuzz,
+    "journal": _journal,
+    "checkpoints": _checkpoints,
+    "coordinator": _coordinator,
+    "limits": _limits,
+}

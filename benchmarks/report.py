@@ -145,6 +145,30 @@ RECOVERY = (
     ("kill", "From SIGKILL to the next update (s)", (("next_update_s", "next update"), ("usual_gap_s", "usual gap"))),
     ("stop", "From SIGSTOP to the next update (s), dead_after 1 s", (("next_update_s", "next update"),)),
     (
+        "save",
+        "The leader saves for a long time (s)",
+        (
+            ("lost_s", "lost by the others in all"),
+            ("lost_most_s", "by one of them"),
+            ("quiet_s", "the others in as long a time before"),
+            ("gap_s", "longest gap"),
+            ("pace", "pace of the others beside that before"),
+            ("away_s", "away"),
+            ("killed", "killed"),
+            ("unsaved", "saves not whole or of another round"),
+        ),
+    ),
+    (
+        "hang",
+        "A main thread hangs (s), dead_after 5 s, hung_after 15 s",
+        (
+            ("gap_s", "longest gap of the others"),
+            ("gap_limits", "beside dead_after + 1 s"),
+            ("next_update_s", "next update"),
+            ("killed_s", "killed after"),
+        ),
+    ),
+    (
         "join",
         "A worker joins (s)",
         (

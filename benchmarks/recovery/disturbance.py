@@ -15,6 +15,8 @@ from statistics import median
 from benchmarks.recovery.stamps import Step, Trace, View
 
 USUAL_S = 2.0  # so much time before a disturbance tells what is usual
+HELD_UP = 2.0  # usual gaps: an update that takes longer was held up
+FEW = 5  # gaps of an era: fewer do not tell what is usual in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +119,41 @@ def idle_s(
         return beyond(told(begins_s, ends_s), before)
     after = told(ends_s, ends_s + USUAL_S)
     return beyond(told(begins_s, turns_s), before) + beyond(told(turns_s, ends_s), after)
+
+
+def _usual_gaps_s(seen: Sequence[Update]) -> dict[int, float]:
+    """The median time between updates of each era; of one with too few that of the era before."""
+    by_era: dict[int, list[float]] = {}
+    for before, after in pairwise(seen):
+        found = by_era.setdefault(before.view.era, [])
+        if after.view.era == before.view.era:
+            found.append(after.at_s - before.at_s)
+    usual: dict[int, float] = {}
+    last_s = 0.0
+    for era, found in by_era.items():
+        last_s = median(found) if len(found) >= FEW or (not last_s and found) else last_s
+        usual[era] = last_s
+    return usual
+
+
+def held_up_s(trace: Trace, begins_s: float, ends_s: float) -> float:
+    """How much longer than usual this process waited for updates in the window, of those that took twice as long.
+
+    What is usual is the median of the era in which the wait began. Smaller differences are how any two rounds differ:
+    over a minute they add up to seconds, whatever happens. What a group of fewer workers takes longer for a round is
+    no loss.
+    """
+    seen = updates(trace.steps)
+    usual = _usual_gaps_s(seen)
+    waits = [(after.at_s - before.at_s, usual[before.view.era], before, after) for before, after in pairwise(seen)]
+    return sum(
+        gap - usually
+        for gap, usually, before, after in waits
+        if after.at_s > begins_s and before.at_s < ends_s and gap > HELD_UP * usually
+    )
+
+
+def pace(traces: Iterable[Trace], begins_s: float, ends_s: float) -> float:
+    """Samples per second that they computed in the window."""
+    done = sum(step.samples for trace in traces for step in trace.steps if begins_s < step.computed_s <= ends_s)
+    return done / (ends_s - begins_s)

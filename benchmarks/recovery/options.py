@@ -13,6 +13,7 @@ class Options:
     """``tight``: a rival's timeouts as short as this machine bears, instead of its defaults."""
 
     dead_after_s: float = 5.0
+    hung_after_s: float = 600.0
     frozen_mb: int = 0
     tight: bool = False
 

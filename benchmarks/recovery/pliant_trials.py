@@ -120,16 +120,16 @@ def in_sessions(act: str, model: str, repeats: int, done: Done, serve: Callable[
             done(Trial("pliant", model, act, repeat, failure=str(trouble)))
 
 
-def _victim(members: list[Trace], repeat: int, hit: dict[str, int]) -> Trace:
+def choose(members: list[Trace], repeat: int, hit: dict[str, int]) -> Trace:
     """The leader now and then, else a slot that was hit least: the launcher's cooldown doubles per slot."""
     leads = [trace for trace in members if trace.steps[-1].leads]
     if repeat % LEADER_EVERY == LEADER_EVERY - 1 and leads:
         return leads[0]
     rest = [trace for trace in members if trace not in leads]
-    return min(rest, key=lambda trace: (hit.get(_slot(trace), 0), random.random()))
+    return min(rest, key=lambda trace: (hit.get(slot_of(trace), 0), random.random()))
 
 
-def _slot(trace: Trace) -> str:
+def slot_of(trace: Trace) -> str:
     return trace.name.split(".")[0]
 
 
@@ -144,13 +144,13 @@ def unplanned(act: str, model: str, repeats: int, done: Done) -> None:
             running = opened.session
             for repeat in range(first, repeats):
                 members = running.settled(WORKERS, QUIET_S)
-                victim = _victim(members, repeat, hit)
-                hit[_slot(victim)] = hit.get(_slot(victim), 0) + 1
+                victim = choose(members, repeat, hit)
+                hit[slot_of(victim)] = hit.get(slot_of(victim), 0) + 1
                 time.sleep(random.uniform(0.0, 0.3))
                 at_s = send(victim.pid, number)
                 others = [trace for trace in members if trace is not victim]
                 try:
-                    found = _recovered(running, others, at_s, act)
+                    found = recovered(running, others, at_s, act)
                 finally:
                     if number == signal.SIGSTOP:
                         send(victim.pid, signal.SIGCONT)
@@ -161,7 +161,7 @@ def unplanned(act: str, model: str, repeats: int, done: Done) -> None:
     in_sessions(act, model, repeats, done, serve)
 
 
-def _recovered(running: Session, others: list[Trace], at_s: float, act: str) -> dict[str, float]:
+def recovered(running: Session, others: list[Trace], at_s: float, act: str) -> dict[str, float]:
     since_s = at_s - 5.0
     running.until(
         f"the next update after a {act}",
@@ -246,7 +246,7 @@ def follow_in(opened: Open, model: str, others: list[Trace], asked_s: float, rep
 def _follow_out(opened: Open, access: run_directory.Access, model: str, members: list[Trace], repeat: int) -> None:
     """Let a worker go, by the command and by SIGTERM in turn; the trial waits for the journal."""
     running = opened.session
-    leaver = _victim(members, repeat, {})
+    leaver = choose(members, repeat, {})
     others = [trace for trace in members if trace is not leaver]
     time.sleep(random.uniform(0.0, 0.3))
     asked_s = time.monotonic()

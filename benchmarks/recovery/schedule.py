@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.recovery import link, pliant_trials, rivals
+from benchmarks.recovery import absences, link, pliant_trials, rivals
 from benchmarks.results import Trial
 
-ACTS = ("kill", "stop", "join", "leave", "link")
+ACTS = ("kill", "stop", "save", "hang", "join", "leave", "link")
 SYSTEMS = ("pliant", "torchft", "torchrun")
 MODELS = ("small", "large")
 
@@ -25,6 +25,9 @@ class Schedule:
 
     kills: int
     stops: int
+    saves: int
+    save_s: float
+    hangs: int
     changes: int  # a join and a leave each, per model
     torchft_tight: int
     torchft_default: int
@@ -36,6 +39,9 @@ class Schedule:
 FULL = Schedule(
     kills=12,
     stops=10,
+    saves=5,
+    save_s=60.0,
+    hangs=8,
     changes=10,
     torchft_tight=10,
     torchft_default=2,
@@ -46,6 +52,9 @@ FULL = Schedule(
 QUICK = Schedule(
     kills=8,
     stops=5,
+    saves=2,
+    save_s=10.0,
+    hangs=3,
     changes=5,
     torchft_tight=5,
     torchft_default=1,
@@ -81,13 +90,16 @@ def selection(only: list[str]) -> Selection:
     return Selection(acts if "link" in only else acts - {"link"}, systems, models)
 
 
-def measure(schedule: Schedule, chosen: Selection, say: Say) -> tuple[Trial, ...]:
-    """Every trial, failures included."""
+def measure(
+    schedule: Schedule, chosen: Selection, say: Say, keep: Callable[[tuple[Trial, ...]], None] = lambda trials: None
+) -> tuple[Trial, ...]:
+    """Every trial, failures included; ``keep`` gets all there are after each."""
     trials: list[Trial] = []
 
     def done(trial: Trial) -> None:
         trials.append(trial)
         say(_line(trial))
+        keep(tuple(trials))
 
     for name, part in _parts(schedule, chosen, done):
         before = time.monotonic()
@@ -105,6 +117,11 @@ def _parts(schedule: Schedule, chosen: Selection, done: pliant_trials.Done) -> l
             parts.append(("pliant kill", lambda: pliant_trials.unplanned("kill", "small", schedule.kills, done)))
         if "stop" in acts and small:
             parts.append(("pliant stop", lambda: pliant_trials.unplanned("stop", "small", schedule.stops, done)))
+        if "save" in acts and small:
+            save = lambda: absences.saves("small", schedule.saves, schedule.save_s, done)  # noqa: E731
+            parts.append((f"pliant save, {schedule.save_s:g} s", save))
+        if "hang" in acts and small:
+            parts.append(("pliant hang", lambda: absences.hangs("small", schedule.hangs, done)))
         for model in MODELS:
             if model in models and acts & {"join", "leave"}:
                 name = f"pliant join, leave, {model}"

@@ -35,6 +35,15 @@ class Step:
     samples: int
 
 
+@dataclass(slots=True)
+class Absence:
+    """The process was away in its own code, beginning right after the update of a round; no end: not yet."""
+
+    begins_s: float
+    round: int
+    ends_s: float | None = None
+
+
 class Stamps:
     """The writing side; one file per process."""
 
@@ -48,6 +57,13 @@ class Stamps:
 
     def step(self, step: Step) -> None:
         os.write(self._file, (_line(step) + "\n").encode())
+
+    def away(self, round_: int) -> None:
+        """From here on the script does something of its own."""
+        os.write(self._file, f"away {time.monotonic():.6f} {round_}\n".encode())
+
+    def back(self) -> None:
+        os.write(self._file, f"back {time.monotonic():.6f}\n".encode())
 
 
 def _line(step: Step) -> str:
@@ -70,6 +86,7 @@ class Trace:
     pid: int
     ready_s: float | None = None
     steps: list[Step] = field(default_factory=list)
+    absences: list[Absence] = field(default_factory=list)
     _read: int = 0
     _rest: str = ""
 
@@ -84,6 +101,10 @@ class Trace:
             words = line.split()
             if words[0] == "ready":
                 self.ready_s = float(words[1])
+            elif words[0] == "away":
+                self.absences.append(Absence(float(words[1]), int(words[2])))
+            elif words[0] == "back":
+                self.absences[-1].ends_s = float(words[1])
             else:
                 self.steps.append(_step(words))
 
