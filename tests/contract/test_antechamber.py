@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -24,8 +25,11 @@ from pliant.control.client import Link, Position
 from pliant.coordinator.antechamber import READING, Antechamber
 from pliant.core import journal
 from pliant.errors import Refused
+from pliant.launch import agent as launcher
 from pliant.launch import asking
+from pliant.launch.agent import Agent
 from pliant.launch.directory import Access
+from pliant.launch.spec import JobSpec, Silent
 from pliant.runtime import service
 from pliant.runtime.charter import Charter
 from pliant.runtime.journaling import JournalFile
@@ -330,3 +334,28 @@ def test_a_coordinator_lost_while_it_reads_is_waited_for_anew(coordinators: Coor
     assert link.mailbox.wait_for(lambda: link.mailbox.term if link.mailbox.term > 1 else None, LIMIT_S)
     link.close()
     coordinators.run(agent.close())
+
+
+def test_a_guest_launcher_does_not_give_up_for_a_long_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator is lost after it has read for long: nobody is away for longer than since then."""
+    clock_s, tried = [1000.0], [0]
+
+    async def connect(*given: Any, held: Callable[[], None]) -> Any:
+        tried[0] += 1
+        if tried[0] > 1:
+            return "link", m.Enlisted("job", "a1", 3, [])
+        clock_s[0] += 2 * launcher.RECONNECT_S
+        held()
+        raise Unreachable("lost while it read")
+
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
+    monkeypatch.setattr(launcher, "RETRY_S", 0.0)
+    monkeypatch.setattr(AgentLink, "connect", connect)
+
+    async def connected() -> bool:
+        guest = Agent(JobSpec("train.py"), Silent(), tmp_path, Access("127.0.0.1:1", TOKEN))
+        guest._name = "a1"
+        await guest._connected()
+        return guest._end.done()
+
+    assert not asyncio.run(connected()) and tried == [2]
