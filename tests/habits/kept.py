@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from pliant.testing.habits import Habits
 from pliant.testing.habits.values import Event, Fault
 
@@ -45,3 +47,22 @@ KEPT_PROCESSES: list[Habits] = [
     ),
 ]
 """as real processes"""
+
+_SLOW = Habits(
+    model="branch",
+    optimizer="adamw",
+    groups=True,
+    samples=90,
+    steps=40,
+    batch=8,
+    floating=True,
+    sizes=(2, 3, 2),
+    clip=0.05,
+    evaluates=True,
+    events=(Event(3, "slow save"), Event(5, "gather everywhere"), Event(6, "clip off"), Event(12, "clip")),
+    faults=(Fault(14, worker=2),),
+)
+
+# The leader is left out while it saves; the others go on to what all are asked for at later updates.
+SLOW_PROCESSES: list[Habits] = [replace(_SLOW, delay=1, inside=True), _SLOW]
+"""few are drawn that do several of these things to each other"""

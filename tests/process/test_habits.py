@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from running import processes_in
 
-from habits.kept import KEPT_PROCESSES
+from habits.kept import KEPT_PROCESSES, SLOW_PROCESSES
+from pliant.core.journal import EraRecord
+from pliant.runtime.journaling import history
 from pliant.testing.habits import Habits, command, processes
 
 pytestmark = pytest.mark.slow
@@ -33,3 +35,10 @@ def test_drawn_scripts(tmp_path: Path, habits: Habits) -> None:
 @pytest.mark.parametrize("habits", KEPT_PROCESSES)
 def test_scripts_that_failed_once(tmp_path: Path, habits: Habits) -> None:
     check(habits, tmp_path)
+
+
+@pytest.mark.parametrize("habits", SLOW_PROCESSES, ids=["in on_update", "in the body"])
+def test_slow_saves_and_what_follows(tmp_path: Path, habits: Habits) -> None:
+    check(habits, tmp_path)
+    eras = [record for record in history(tmp_path / "job" / "journal.jsonl") if isinstance(record, EraRecord)]
+    assert any("w0" not in record.roster for record in eras), "nobody was left out"

@@ -39,7 +39,7 @@ _GROWS, _OVER = Path("awaited-grown"), Path("over")
 _SCRIPT = "from pliant.testing.habits.processes import main\n\nmain()\n"
 _PAUSE_S = 0.003
 """in each micro-batch of a real worker"""
-_SLOW_S = 2.0
+_SLOW_S = 15.0
 """A slow save at most, where the others do not go on without it."""
 _AWAITED_S, _PATIENCE = 0.2, 100
 """in so many while somebody is to come (back), so that it finds the run still there"""
@@ -101,7 +101,7 @@ def _until_left_out(run: Run) -> None:
     """A save that is over when the others have gone on without this worker; or soon, where they had better wait."""
     eras = _count("era")
     deadline_s = time.monotonic() + _SLOW_S
-    while time.monotonic() < deadline_s and _count("era") == eras:
+    while len(run.roster) > 1 and time.monotonic() < deadline_s and _count("era") == eras:
         time.sleep(_PAUSE_S)
 
 
