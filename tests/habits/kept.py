@@ -59,7 +59,7 @@ _SLOW = Habits(
     sizes=(2, 3, 2),
     clip=0.05,
     evaluates=True,
-    events=(Event(3, "slow save"), Event(5, "gather everywhere"), Event(6, "clip off"), Event(12, "clip")),
+    events=(Event(1, "clip"), Event(3, "slow save"), Event(5, "gather everywhere"), Event(6, "clip off")),
     faults=(Fault(14, worker=2),),
 )
 

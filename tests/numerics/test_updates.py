@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import pliant
+from pliant.core.tickets import Kind
 from pliant.testing import Together, together
 
 DELAYS = (0, 1, "auto")
@@ -298,6 +299,24 @@ def test_a_group_follows_a_bound_that_is_set(delay: int) -> None:
     (bounds, weights), (_, others) = together(2, script)
     assert bounds[:3] == [None] * 3 and bounds[-1] == 0.01
     assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("batch", [2, 24], ids=["with a spare", "all compute"])
+def test_a_bound_may_be_set_between_two_loops(delay: int, batch: int) -> None:
+    def script(handle: Together) -> Any:
+        model = model_of()
+        with handle.join(model, sgd(model), batch=batch, delay=delay) as run:
+            for epoch in run.epochs(3):
+                if epoch:
+                    run.clip_norm = 0.5 / epoch
+                train(run, model, dataset(48))
+        return [outcome.clip_norm for outcome in handle.record.outcomes if outcome.kind is Kind.TRAIN]
+
+    for bounds in together(3, script):
+        rounds = len(bounds) // 3
+        assert set(bounds[:rounds]) == {None} and bounds[-1] == 0.25
+        assert set(bounds[rounds + 2 : 2 * rounds]) <= {0.5} and len(set(bounds)) == 3
 
 
 def test_scripts_that_set_different_bounds_are_refused() -> None:

@@ -98,6 +98,10 @@ class Following:
         """The gathering of everybody's tickets, whatever they are of; it is over."""
         member = self._member
         kind = member.group.phase.kind if member.group.open else Kind.TRAIN
+        if member.follows or (member.group.open and kind is Kind.TRAIN and not member.speaks):
+            # Its script may miss the line that sets another one: what is in force comes with the state. Inside an
+            # ``evaluate`` no round takes up what all have just set, and each of them may be a spare once.
+            member.clip_norm = None
         ticket = member.ticket(kind, Flag.FOLLOWING | self.readiness())
         call = member.script.innermost
         if call is not None:

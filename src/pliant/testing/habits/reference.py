@@ -91,6 +91,8 @@ class Reference:
         self._seen = 0
         self._compared = 0
         """up to which round it has been compared what scripts say of single updates"""
+        self._followed: set[int] = set()
+        """who has gone along with others"""
         self._set_bound: float | None = None
         """as the run counts it: 0: none; None: no script has set one"""
 
@@ -247,7 +249,9 @@ class Reference:
         """A bound that scripts have set is in force from the first round on to which all who set one bring the same."""
         number, said = told.outcome.round, set[float]()
         for member, ticket in enumerate(told.tickets):
-            if not ticket.flags & Flag.FOLLOWING:
+            if ticket.flags & Flag.FOLLOWING:
+                self._followed.add(member)
+            else:
                 self._check_bound(member, number, ticket.clip_norm)
                 said |= {ticket.clip_norm} - {-1.0}
         if len(said) == 1:
@@ -261,6 +265,9 @@ class Reference:
         told = [-1.0, *(bound or 0.0 for at, bound in self._diaries[member].bounds if at < number)]
         early = [-1.0, *(bound or 0.0 for at, bound in self._diaries[member].bounds if at < number - 1)]
         possible = {told[-1]} if self._habits.delay == 0 else {*told[len(early) - 1 :]}
+        if member in self._followed:
+            # It has missed what others set meanwhile, and has no say before it sets one itself.
+            possible.add(-1.0)
         _check(given in possible, f"round {number}: worker {member} asks for the bound {given}, it set {told[1:]}")
 
     # -- what scripts say at an update
