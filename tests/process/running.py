@@ -13,7 +13,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,13 @@ QUICK = (Path(__file__).parent / "scripts" / "quick.py").read_text()
 def searched(*cases: Any) -> list[Any]:
     """Cases of a test that others imply: only in long searches."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak) for case in cases]
+
+
+def shared_out(names: Collection[str], *sought: str) -> list[Any]:
+    """Cases by name; what is in the ``sought`` ones is, taken one by one, in others, too: only in long searches."""
+    unknown = set(sought) - set(names)
+    assert not unknown, unknown
+    return [pytest.param(name, marks=[pytest.mark.soak] if name in sought else []) for name in names]
 
 
 def plain_environment() -> dict[str, str]:

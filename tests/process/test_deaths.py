@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from running import Launcher
+from running import Launcher, shared_out
 from scenarios import Scenario, fault, passed_through, rosters
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,9 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name", shared_out(SCENARIOS, "floating, synchronous, evaluate", "loading and between epochs", "waiting")
+)
 def test_in_every_phase(launch: Launcher, name: str) -> None:
     run = passed_through(launch, SCENARIOS[name])
     survivor = f"w{SCENARIOS[name].workers - 1}"

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from running import QUICK, Launcher, records
+from running import QUICK, Launcher, records, shared_out
 
 from pliant.core.journal import EraRecord, ExchangeRecord, PhaseEndRecord
 
@@ -110,7 +110,9 @@ SCENES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize(
+    "name", shared_out(SCENES, "a worker dies while outputs are gathered", "a worker dies between two calls")
+)
 def test_a_kill_in_the_middle(launch: Launcher, name: str) -> None:
     scene = SCENES[name]
     (launch.directory / "train.py").write_text(SCRIPT)

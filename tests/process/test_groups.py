@@ -14,6 +14,7 @@ from typing import Any
 
 import members
 import pytest
+from running import searched
 
 LIMIT_S = 240.0
 """Only a hang reaches it."""
@@ -70,8 +71,8 @@ def assert_nothing_is_left(lives: Sequence[dict[str, Any]]) -> None:
         before, after = life["before"], life["after"]
         assert after["descriptors"] == before["descriptors"], life
         assert after["threads"] <= before["threads"], life
-        # The caller's part is a few system calls per member: who waited for gloo would wait for its timeout, seconds.
-        assert statistics.median(life["leave_s"]) < 0.1
+        # The caller's part is a few system calls per member; who waited for gloo would wait for its timeout.
+        assert statistics.median(life["leave_s"]) < 1.0
 
 
 def test_nothing_is_left_of_groups_whose_members_hang_die_or_stay_away(processes: Processes) -> None:
@@ -80,8 +81,9 @@ def test_nothing_is_left_of_groups_whose_members_hang_die_or_stay_away(processes
     assert_nothing_is_left(processes.lives(0, 60))
 
 
-def test_a_thousand_groups_do_not_grow_a_process(processes: Processes) -> None:
-    lives = processes.lives(100, 1100)
+@pytest.mark.parametrize("groups", [300, *searched(1000)])
+def test_many_groups_do_not_grow_a_process(processes: Processes, groups: int) -> None:
+    lives = processes.lives(100, 100 + groups)
     assert_nothing_is_left(lives)
     for life in lives:
         # A leaked sum would be 2.4 MB, a leaked group's threads some 100 kB.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from running import Launcher
+from running import Launcher, shared_out
 from scenarios import Scenario, fault, passed_through
 
 pytestmark = pytest.mark.slow
@@ -80,6 +80,6 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", shared_out(SCENARIOS, "handing over", "down to one and up again"))
 def test_while_others_come_and_go(launch: Launcher, name: str) -> None:
     passed_through(launch, SCENARIOS[name])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import Launcher, Running, records
+from running import Launcher, Running, records, shared_out
 from safetensors.torch import load_file, save_file
 
 from pliant.core import journal
@@ -102,13 +102,10 @@ def rounds(run: Running) -> list[RoundRecord]:
     return [record for record in records(run) if isinstance(record, RoundRecord)]
 
 
-# All that is in this one is in others, too.
-SOUGHT = {"scaler, synchronous, all killed, on from a checkpoint"}
+SOUGHT = ("scaler, synchronous, all killed, on from a checkpoint", "delay 1, scaler")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.soak] if name in SOUGHT else []) for name in SCENES]
-)
+@pytest.mark.parametrize("name", shared_out(SCENES, *SOUGHT))
 def test_computed_again(launch: Launcher, name: str) -> None:
     scene = SCENES[name]
     run = ran(launch, scene)
