@@ -25,7 +25,7 @@ from benchmarks.resident import forget_peak, status_mb
 from benchmarks.results import Trial
 from benchmarks.statistics import cpu_s
 from benchmarks.workload import Device, make_dataset, make_model, make_optimizer
-from pliant.runtime.saving import Thread
+from pliant.worker.checkpoint_writer import Thread
 
 BATCH, SIZE = 64, 16
 EVERY_S = 5.0

@@ -21,13 +21,14 @@ import msgspec
 from benchmarks.resident import status_mb
 from benchmarks.results import Trial
 from pliant.control import messages
+from pliant.coordinator.coordinator import Coordinator
+from pliant.coordinator.journal import JournalFile
+from pliant.coordinator.recorder import Journal
+from pliant.coordinator.run_spec import Charter
+from pliant.coordinator.service import TICK_S
 from pliant.coordinator.state_file import STATE
-from pliant.core import events, journal
-from pliant.runtime.charter import Charter
-from pliant.runtime.coordinator import Coordinator
-from pliant.runtime.journaling import JournalFile
-from pliant.runtime.recording import Journal
-from pliant.runtime.service import TICK_S
+from pliant.core.journal import records as journal
+from pliant.core.membership import events
 
 SIZES = (10, 100, 1000)
 BEATS_PER_S = 2

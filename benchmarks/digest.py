@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pliant.core import drift
-from pliant.tensors.fingerprint import Fingerprint
+from pliant.tensors.digest import Fingerprint
 
 
 def main() -> None:

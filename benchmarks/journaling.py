@@ -18,16 +18,17 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.results import Trial
 from benchmarks.statistics import clocked
-from pliant.core import journal, rounds
-from pliant.core.agreement import Mismatch
-from pliant.core.audit import audit
-from pliant.core.group import Group, Policy, founded
+from pliant.coordinator.journal import JournalFile, history
+from pliant.coordinator.status import Tally
+from pliant.core import rounds
+from pliant.core.consistency import Mismatch
+from pliant.core.group_state import Group, Policy, founded
+from pliant.core.journal import records as journal
+from pliant.core.journal.audit import audit
 from pliant.core.ledger import samples_of
 from pliant.core.tickets import Flag, Kind, Ticket
-from pliant.runtime.journaling import JournalFile, history
-from pliant.runtime.status import Tally
-from pliant.runtime.witness import Reporter
 from pliant.types import WorkerId
+from pliant.worker.journal import Reporter
 
 WORKERS = 4
 BATCH, SIZE = 64, 16

@@ -23,9 +23,9 @@ from benchmarks.memory import live_tensors, storages
 from benchmarks.resident import forget_peak, status_mb
 from benchmarks.results import Trial
 from benchmarks.workload import Device, make_model, make_optimizer
-from pliant.runtime.takeover import Takeover, snapshot
-from pliant.runtime.update import Training
 from pliant.tensors.gradients import Buffer
+from pliant.worker.elastic.catch_up import Takeover, snapshot
+from pliant.worker.training import Training
 
 PARTS = ("epoch", "newcomer")
 BILLION, SHORT = 10**9, 1000

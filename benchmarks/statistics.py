@@ -22,10 +22,10 @@ import torch.nn.functional as F
 
 from benchmarks.results import Trial
 from benchmarks.workload import Device, make_dataset, make_model, make_optimizer
-from pliant.core import noise
-from pliant.runtime.update import Training
+from pliant.core.tuning import noise
 from pliant.tensors.gradients import Buffer
 from pliant.testing import Together, together
+from pliant.worker.training import Training
 
 WORKERS, BATCH, SIZE = 2, 64, 16
 WARM_UP = 2 * noise.DENSE

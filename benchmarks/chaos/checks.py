@@ -15,7 +15,7 @@ from statistics import fmean, stdev
 
 from benchmarks.chaos.stage import Stage, cli, environment, knows
 from benchmarks.differences import quantile
-from pliant.core import journal
+from pliant.core.journal import records as journal
 
 RUN_FILES = {
     "journal.jsonl",

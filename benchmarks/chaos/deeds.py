@@ -20,9 +20,9 @@ from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.stage import Stage, Worker
 from benchmarks.chaos.train import DEAD_AFTER_S
 from benchmarks.waiting import POLL_S
+from pliant.coordinator.status import Status
 from pliant.errors import PliantError
-from pliant.launch import asking
-from pliant.runtime.status import Status
+from pliant.launch import requests
 
 FEWEST, MOST = 4, 6
 SAFE = 2  # workers that train and are left alone
@@ -237,7 +237,7 @@ class Deeds:
 
     def _asked(self, kind: str, path: str, wish: dict[str, object]) -> str | None:
         try:
-            self.stage.ask(lambda access: asking.post(access, path, wish))
+            self.stage.ask(lambda access: requests.post(access, path, wish))
         except PliantError:
             # There is no coordinator right now, or it does not want to.
             return None

@@ -30,9 +30,8 @@ from benchmarks.namespaces import NoNetwork
 from benchmarks.processes import ROOT
 from benchmarks.recovery.stamps import is_alive
 from benchmarks.waiting import wait_for
-from pliant.launch import asking
-from pliant.launch import directory as run_directory
-from pliant.runtime.status import Status
+from pliant.coordinator.status import Status
+from pliant.launch import requests, run_directory
 
 MARK = "PLIANT_CHAOS_MARK"
 SLOT = b"PLIANT_WORKER="
@@ -236,14 +235,14 @@ class Stage:
         """Its process number, if there is one right now."""
         for pid in marked(self.mark):
             with suppress(OSError):
-                if b"pliant.launch.coordinating" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                if b"pliant.launch.coordinator_process" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                     return pid
         return None
 
     def status(self) -> Status | None:
         """What the coordinator says; None if nobody answers."""
         with suppress(Exception):
-            return msgspec.json.decode(self.ask(lambda access: asking.get(access, "/status")), type=Status)
+            return msgspec.json.decode(self.ask(lambda access: requests.get(access, "/status")), type=Status)
         return None
 
     def ask(self, question: Callable[[run_directory.Access], bytes]) -> bytes:

@@ -26,7 +26,7 @@ from benchmarks.convergence.workload import accuracy
 from benchmarks.processes import END_S, Failure, reason, start, started
 from benchmarks.results import Training
 from benchmarks.waiting import wait_for
-from pliant.launch import directory as run_directory
+from pliant.launch import run_directory
 
 READY_S = 150.0  # imports by all workers on a busy machine, group formed
 FIRST_S = 60.0  # the first update, which forms torchft's group

@@ -20,7 +20,7 @@ from benchmarks.fuzz.mutation import DEEP, bent, deformed
 from benchmarks.fuzz.surface import Volley
 from pliant.errors import CheckpointError
 from pliant.tensors.checkpoint import MANIFEST, TENSORS, Manifest, Store, manifest_of, state_of
-from pliant.tensors.state import flattened
+from pliant.tensors.serialize import flattened
 
 JOB, NAME = "job", "c1"
 

@@ -21,11 +21,12 @@ import msgspec
 from benchmarks.fuzz.mutation import DEEP, bent, deformed
 from benchmarks.fuzz.surface import Volley
 from pliant.control import messages as m
-from pliant.coordinator.account import account_of
-from pliant.core import events, journal, members
-from pliant.runtime.charter import Charter
-from pliant.runtime.coordinator import Coordinator
-from pliant.runtime.status import Status
+from pliant.coordinator.coordinator import Coordinator
+from pliant.coordinator.journal_summary import account_of
+from pliant.coordinator.run_spec import Charter
+from pliant.coordinator.status import Status
+from pliant.core.journal import records as journal
+from pliant.core.membership import events, roster
 
 VERSION = "0.1.0"
 FRAMES = 120
@@ -434,8 +435,8 @@ class ControlSurface:
 
 def _is_well(session: Session) -> bool:
     state = session.coordinator.state
-    names = [worker.name for worker, _ in members.members_of(state)]
-    steady = isinstance(state.course, members.Steady) and isinstance(state.stage, members.Running)
+    names = [worker.name for worker, _ in roster.members_of(state)]
+    steady = isinstance(state.course, roster.Steady) and isinstance(state.stage, roster.Running)
     return steady and session.coordinator.end is None and names == [worker.name for worker in session.honest]
 
 

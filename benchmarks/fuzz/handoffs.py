@@ -18,8 +18,8 @@ from torch import Tensor
 
 from benchmarks.fuzz.mutation import DEEP, INTEGERS, bent, deformed
 from benchmarks.fuzz.surface import Volley
-from pliant.tensors import handoff, memory, stream
-from pliant.tensors.state import described, flattened, size_of
+from pliant.tensors import allocation, framing, handoff
+from pliant.tensors.serialize import described, flattened, size_of
 
 TOKEN = "a token of the job"
 STATES: list[dict[str, Any]] = [
@@ -52,7 +52,7 @@ def _tensors(state: Any) -> list[Tensor]:
 
 def raw_bytes(tensors: list[Tensor]) -> bytes:
     """The memory of all of them, one behind the other."""
-    return b"".join(bytes(memory.bytes_of(each.contiguous())) for each in tensors)
+    return b"".join(bytes(allocation.bytes_of(each.contiguous())) for each in tensors)
 
 
 class HandoffSurface:
@@ -119,12 +119,12 @@ class HandoffSurface:
         sent = io.BytesIO()
         head = {"type": chance.choice(("state", "state", "state", "refused")), "exchange": sizes[0]}
         head |= {"skeleton_bytes": sizes[1], "tensor_bytes": sizes[2], "reason": "no"}
-        stream.write_frame(sent, msgspec.msgpack.encode(head))  # type: ignore[arg-type]
-        stream.write_chunks(sent, memoryview(skeleton))
+        framing.write_frame(sent, msgspec.msgpack.encode(head))  # type: ignore[arg-type]
+        framing.write_chunks(sent, memoryview(skeleton))
         for tensor in tensors:
-            stream.write_chunks(sent, memory.bytes_of(tensor.contiguous()))
+            framing.write_chunks(sent, allocation.bytes_of(tensor.contiguous()))
         if chance.random() < 0.8:
-            stream.write_frame(sent, b"whole")
+            framing.write_frame(sent, b"whole")
         found = _received(sent.getvalue())
         if found is not None and raw_bytes(_tensors(found)) != raw:
             raise AssertionError(f"a state was taken over that is not the one sent: {skeleton!r}")
@@ -135,12 +135,12 @@ class HandoffSurface:
         theirs = chance.randbytes(chance.choice((0, 1, 32, 64, 96, 200)))
         try:
             if chance.random() < 0.5:
-                stream.welcome(_Line(theirs), _Line(), TOKEN)  # type: ignore[arg-type]
+                framing.welcome(_Line(theirs), _Line(), TOKEN)  # type: ignore[arg-type]
             else:
                 greeting = b"pliant handoff 1\n"
                 greeting = bent(chance, greeting, [greeting]) if chance.random() < 0.5 else greeting
-                stream.introduce(_Line(greeting + theirs), _Line(), TOKEN)  # type: ignore[arg-type]
-        except stream.Broken:
+                framing.introduce(_Line(greeting + theirs), _Line(), TOKEN)  # type: ignore[arg-type]
+        except framing.Broken:
             return False
         raise AssertionError("a stranger was let in")
 
@@ -158,7 +158,7 @@ class HandoffSurface:
             sent = bent(chance, sent, self._requests)
         try:
             request = handoff._read_request(io.BytesIO(sent))
-        except stream.Broken:
+        except framing.Broken:
             return False
         waiting = handoff._Waiting(request)
         handoff.is_due(*waiting.since, 3, 17)
@@ -176,7 +176,7 @@ def _received(sent: bytes) -> dict[str, Any] | None:
     """What the newcomer's thread makes of it; None: it is refused."""
     reader = io.BytesIO(sent)
     try:
-        _, state = handoff._read_answer(reader, stream.read_frame(reader))
-    except stream.Broken:
+        _, state = handoff._read_answer(reader, framing.read_frame(reader))
+    except framing.Broken:
         return None
     return state

@@ -16,13 +16,14 @@ import msgspec
 
 from benchmarks.fuzz.mutation import bent, deformed
 from benchmarks.fuzz.surface import Volley
-from pliant.core import events, journal
-from pliant.core.audit import audit
+from pliant.coordinator.coordinator import Coordinator
+from pliant.coordinator.journal import JournalFile
+from pliant.coordinator.run_spec import Charter
+from pliant.coordinator.status import Status
+from pliant.core.journal import records as journal
+from pliant.core.journal.audit import audit
+from pliant.core.membership import events
 from pliant.errors import JournalError, UsageError
-from pliant.runtime.charter import Charter
-from pliant.runtime.coordinator import Coordinator
-from pliant.runtime.journaling import JournalFile
-from pliant.runtime.status import Status
 from pliant.testing.scenes import NAMES, drawn
 from pliant.testing.simulation import Simulation
 

@@ -24,12 +24,12 @@ from websockets.sync.client import ClientConnection, connect
 from benchmarks.fuzz.control import SIGNATURE, VERSION, hostile_frame, speaks_for_all
 from benchmarks.fuzz.mutation import TEXTS, bent
 from benchmarks.fuzz.surface import Volley
-from pliant import proof
-from pliant.control import gate
+from pliant import auth
+from pliant.control import limits
 from pliant.control import messages as m
-from pliant.runtime.charter import Charter
-from pliant.runtime.service import serve
-from pliant.runtime.status import Status
+from pliant.coordinator.run_spec import Charter
+from pliant.coordinator.service import serve
+from pliant.coordinator.status import Status
 
 TOKEN = "fuzz"
 TROUBLES = (WebSocketException, OSError, EOFError, TimeoutError)
@@ -73,7 +73,7 @@ class SocketSurface:
 
     def _serve(self, listener: socket.socket) -> None:
         # Strangers would only slow it down.
-        gate.LATE_S = 0.0
+        limits.LATE_S = 0.0
         charter = Charter("fuzz", "train.py", VERSION, 1)
         served = serve(charter, Path(self._directory.name), listener, TOKEN, resume=False, on_ready=self._ready.set)
         try:
@@ -116,9 +116,9 @@ class SocketSurface:
     def _connected(self, path: str, token: str = TOKEN) -> Iterator[ClientConnection]:
         """A connection past the proofs; with a wrong token it is closed there."""
         with connect(f"ws://127.0.0.1:{self._port}/{path}", max_size=None, open_timeout=20) as line:
-            theirs = proof.challenged(line.recv(timeout=20, decode=False))
+            theirs = auth.challenged(line.recv(timeout=20, decode=False))
             assert theirs is not None
-            line.send(proof.answer(token, path.encode(), theirs, bytes(proof.NONCE_BYTES)))
+            line.send(auth.answer(token, path.encode(), theirs, bytes(auth.NONCE_BYTES)))
             line.recv(timeout=20)
             yield line
 
@@ -174,7 +174,7 @@ class SocketSurface:
         try:
             connection.request("GET", "/nonce")
             nonce = bytes.fromhex(connection.getresponse().read().decode())
-            signed = proof.authorization(token, nonce, bytes(proof.NONCE_BYTES), method, path, body)
+            signed = auth.authorization(token, nonce, bytes(auth.NONCE_BYTES), method, path, body)
             connection.request(method, path, body, {"Authorization": signed})
             response = connection.getresponse()
             return response.status, response.read()

@@ -30,11 +30,10 @@ from benchmarks.lab.trainer import Outcome, Trainer, orders, train
 from benchmarks.lab.trial import trial
 from benchmarks.processes import reason, started
 from benchmarks.results import Trial
-from pliant.core import journal
-from pliant.core.audit import audit
+from pliant.core.journal import records as journal
+from pliant.core.journal.audit import audit
 from pliant.errors import PliantError
-from pliant.launch import asking
-from pliant.launch import directory as run_directory
+from pliant.launch import requests, run_directory
 
 Say = Callable[[str], None]
 
@@ -139,7 +138,7 @@ def _disturbed(directory: Path, ended: Callable[[], bool], chance: random.Random
         os.kill(chance.choice(alive), signal.SIGKILL)
 
     def scale(workers: int) -> None:
-        asking.post(run_directory.access(directory / RUN), "/scale", {"workers": workers})
+        requests.post(run_directory.access(directory / RUN), "/scale", {"workers": workers})
 
     # From how many samples on, and with how many workers there.
     deeds: list[tuple[float, int, Callable[[], None]]] = [

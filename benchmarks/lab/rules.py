@@ -4,7 +4,7 @@ Question  By which factor is the schedule's rate multiplied in a round of this b
           schedule on?
 Holds     Every call of the library's rate code from the lab is in this module. Where a rule looks at the gradient's
           noise every seed has a factor of its own, decided by the same code from that seed's norms.
-Source    pliant.core.rates, pliant.core.noise.
+Source    pliant.core.tuning.rates, pliant.core.tuning.noise.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pliant.core import noise, rates
 from pliant.core.tickets import Kind, Ticket
+from pliant.core.tuning import noise, rates
 
 FIXED = "fixed"
 """not a rule but the truth to compare with: the reference batch throughout"""

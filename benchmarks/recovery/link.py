@@ -21,7 +21,7 @@ from benchmarks.recovery.options import Options
 from benchmarks.recovery.pliant_trials import RUN, Book, Done, audited, follow_in
 from benchmarks.recovery.session import QUIET_S, Trouble, pliant, recent
 from benchmarks.results import Trial
-from pliant.launch import directory as run_directory
+from pliant.launch import run_directory
 
 HERE = 3  # workers on the fast side
 RATE = "400mbit"  # a round of the small model takes about 150 ms on it

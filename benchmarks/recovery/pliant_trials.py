@@ -21,10 +21,9 @@ from benchmarks.recovery.options import Options
 from benchmarks.recovery.session import QUIET_S, WORKERS, Session, Trouble, pliant, recent, send, session
 from benchmarks.recovery.stamps import Trace
 from benchmarks.results import Trial
-from pliant.core import journal
-from pliant.core.audit import audit
-from pliant.launch import asking
-from pliant.launch import directory as run_directory
+from pliant.core.journal import records as journal
+from pliant.core.journal.audit import audit
+from pliant.launch import requests, run_directory
 
 RUN = "run"
 DEAD_AFTER_S = 1.0  # of the sessions with stopped workers
@@ -189,7 +188,7 @@ def planned(model: str, repeats: int, done: Done) -> None:
                 members = running.settled(WORKERS, QUIET_S)
                 access = access or run_directory.access(running.directory / RUN)
                 asked_s = time.monotonic()
-                asking.post(access, "/scale", {"workers": WORKERS + 1})
+                requests.post(access, "/scale", {"workers": WORKERS + 1})
                 follow_in(opened, model, members, asked_s, repeat)
                 members = running.settled(WORKERS + 1, QUIET_S)
                 _follow_out(opened, access, model, members, repeat)
@@ -253,7 +252,7 @@ def _follow_out(opened: Open, access: run_directory.Access, model: str, members:
     if repeat % 2:
         send(leaver.pid, signal.SIGTERM)
     else:
-        asking.post(access, "/drain", {"worker": leaver.name})
+        requests.post(access, "/drain", {"worker": leaver.name})
     running.until("the end of a worker that is to leave", lambda: leaver not in running.traces.alive(), RECOVERY_S)
     gone_s = time.monotonic()
     time.sleep(AFTER_S)

@@ -4,6 +4,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from pliant import rates
+from pliant.environment import is_first
+from pliant.environment import is_worker as _is_worker
 from pliant.errors import (
     CheckpointError,
     Diverged,
@@ -17,15 +19,13 @@ from pliant.errors import (
     Unsupported,
     UsageError,
 )
-from pliant.runtime.environment import is_first
-from pliant.runtime.environment import is_worker as _is_worker
 
 # The launcher and the coordinator need no torch, whose import takes seconds. In a script everything is loaded with
 # ``import pliant``: a worker that joins a run loses no time later.
 if TYPE_CHECKING or "torch" in sys.modules or _is_worker():
     from pliant.run import Run, join
     from pliant.settings import Floating
-    from pliant.worker.hooks import Update
+    from pliant.worker.script.hooks import Update
 
 __all__ = [
     "CheckpointError",
@@ -58,7 +58,7 @@ def __getattr__(name: str) -> Any:
 
         return Floating
     if name == "Update":
-        from pliant.worker.hooks import Update
+        from pliant.worker.script.hooks import Update
 
         return Update
     raise AttributeError(f"module 'pliant' has no attribute {name!r}")

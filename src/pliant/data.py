@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from pliant.core.ledger import MicroBatch
 from pliant.errors import UsageError
 from pliant.tensors.randomness import SAMPLE, seed_everything, stream
-from pliant.worker.sample_order import Order
+from pliant.worker.script.sample_order import Order
 
 
 def checked(dataset: Any, size: Any) -> int:

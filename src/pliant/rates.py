@@ -5,6 +5,6 @@ Holds     A rule is a small frozen value, the same on all workers, and written i
 Source    docs/guide/rates.md says which rule to use when, docs/design/0008-rates.md why they are as they are.
 """
 
-from pliant.core.rates import Rule, adascale, at_once, constant, linear, ramped, sqrt
+from pliant.core.tuning.rates import Rule, adascale, at_once, constant, linear, ramped, sqrt
 
 __all__ = ["Rule", "adascale", "at_once", "constant", "linear", "ramped", "sqrt"]

@@ -22,22 +22,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pliant import data, settings
-from pliant.core.group import Past
+from pliant.core.group_state import Past
 from pliant.core.ledger import MicroBatch, samples_of
-from pliant.core.rates import Rule
 from pliant.core.tickets import Kind
+from pliant.core.tuning.rates import Rule
 from pliant.errors import PliantError, UsageError, boundary, without_own_frames
-from pliant.runtime import membership
-from pliant.runtime.membership import Membership, Offer
-from pliant.runtime.script import Opening
-from pliant.runtime.update import Training
 from pliant.tensors import weights
 from pliant.tensors.randomness import MICRO_BATCH, seed_everything, stream
 from pliant.types import WorkerId
-from pliant.worker import measures, outputs, predictions
-from pliant.worker.hooks import OnRoster, OnUpdate
-from pliant.worker.other_optimizers import OtherOptimizers, check_not_joined
-from pliant.worker.sample_order import AsItIs, Order, Ordering, UserOrder, epoch_order
+from pliant.worker import session
+from pliant.worker.evaluation import measures, outputs, predictions
+from pliant.worker.script.calls import Opening
+from pliant.worker.script.hooks import OnRoster, OnUpdate
+from pliant.worker.script.other_optimizers import OtherOptimizers, check_not_joined
+from pliant.worker.script.sample_order import AsItIs, Order, Ordering, UserOrder, epoch_order
+from pliant.worker.session import Membership, Offer
+from pliant.worker.training import Training
 
 # A slow disk: what is not away for longer is not left out.
 _WRITTEN_PER_S = 200e6
@@ -65,7 +65,7 @@ def join(
     seed: int = 0,
     dead_after: float = 5.0,
     hung_after: float = 600.0,
-    enroll: Callable[[Offer], Membership] = membership.enrolled,
+    enroll: Callable[[Offer], Membership] = session.enrolled,
 ) -> Run:
     """Train ``model`` together with all workers of the job, or alone if no job is named in the environment.
 
@@ -115,7 +115,7 @@ def join(
         settings.check_scaler(scaler)
         settings.check_state(state)
     except UsageError as error:
-        membership.turned_away(error)
+        session.turned_away(error)
         raise
 
     if scaler is not None and not scaler.is_enabled():

@@ -16,12 +16,12 @@ from torch import nn
 from torch.optim import LBFGS, Adam, AdamW, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
-from pliant.core import overlap
-from pliant.core import rates as rules
-from pliant.core.group import FEISTEL, Policy
-from pliant.core.rates import Rule
+from pliant.core.group_state import FEISTEL, Policy
+from pliant.core.tuning import delay as overlap
+from pliant.core.tuning import rates as rules
+from pliant.core.tuning.rates import Rule
 from pliant.errors import UsageError
-from pliant.runtime.update import momentum_of
+from pliant.worker.training import momentum_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,22 +17,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pliant.control import client, opening
+from pliant.control import connect as opening
+from pliant.control import link as client
 from pliant.control import messages as m
-from pliant.control.agent import AgentLink, Unreachable
+from pliant.control.agent_link import AgentLink, Unreachable
 from pliant.control.app import Peer
-from pliant.control.client import Link, Position
-from pliant.coordinator.antechamber import READING, Antechamber
-from pliant.core import journal
+from pliant.control.link import Link, Position
+from pliant.coordinator import service
+from pliant.coordinator.journal import JournalFile
+from pliant.coordinator.run_spec import Charter
+from pliant.coordinator.waiting_room import READING, Antechamber
+from pliant.core.journal import records as journal
 from pliant.errors import Refused
-from pliant.launch import agent as launcher
-from pliant.launch import asking
-from pliant.launch.agent import Agent
-from pliant.launch.directory import Access
-from pliant.launch.spec import JobSpec, Silent
-from pliant.runtime import service
-from pliant.runtime.charter import Charter
-from pliant.runtime.journaling import JournalFile
+from pliant.launch import launcher, requests
+from pliant.launch.job import JobSpec, Silent
+from pliant.launch.launcher import Agent
+from pliant.launch.run_directory import Access
 
 LIMIT_S = 60.0
 TOKEN = "secret"
@@ -301,7 +301,7 @@ def test_who_finishes_meanwhile_waits_until_that_is_heard(coordinators: Coordina
         holds.wait()
         assert finishing.is_alive()
         with pytest.raises(Refused, match="still reads the journal"):
-            asking.post(Access(coordinators.address, TOKEN), "/scale", {"workers": 2})
+            requests.post(Access(coordinators.address, TOKEN), "/scale", {"workers": 2})
         reading.goes_on.set()
         agent = connecting.result(LIMIT_S)
     finishing.join(LIMIT_S)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import pliant
-from pliant.core.rates import NAMES, Rule, target
+from pliant.core.tuning.rates import NAMES, Rule, target
 from pliant.testing import Together, together
 
 SAMPLES, EPOCHS, RATE, REFERENCE = 203, 2, 0.05, 32

@@ -17,16 +17,17 @@ from typing import Any, TypeVar
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
-from pliant import proof
+from pliant import auth
 from pliant.control import messages as m
-from pliant.coordinator.account import account_of
-from pliant.core import events, journal
-from pliant.runtime import service
-from pliant.runtime.charter import Charter
-from pliant.runtime.coordinator import Coordinator
-from pliant.runtime.formation import AT_ONCE
-from pliant.runtime.journaling import JournalFile, Numbered
-from pliant.runtime.service import serve
+from pliant.coordinator import service
+from pliant.coordinator.coordinator import Coordinator
+from pliant.coordinator.journal import JournalFile, Numbered
+from pliant.coordinator.journal_summary import account_of
+from pliant.coordinator.run_spec import Charter
+from pliant.coordinator.service import serve
+from pliant.coordinator.store_relay import AT_ONCE
+from pliant.core.journal import records as journal
+from pliant.core.membership import events
 
 CHARTER = Charter("job", "train.py", "0.1.0", workers=3)
 SIGNATURE = m.Signature("0.1.0", [("w", [2], "float32")], {"batch": "8"})
@@ -584,16 +585,16 @@ async def sent(port: int, method: str, path: str, body: bytes = b"", header: str
 
 async def ask(port: int, method: str, path: str, body: bytes = b"", token: str = "secret") -> tuple[int, str]:
     nonce = bytes.fromhex((await sent(port, "GET", "/nonce"))[1])
-    signed = proof.authorization(token, nonce, bytes(32), method, path, body)
+    signed = auth.authorization(token, nonce, bytes(32), method, path, body)
     return await sent(port, method, path, body, f"Authorization: {signed}\r\n")
 
 
 async def prove(connection: ClientConnection, role: bytes) -> None:
-    theirs = proof.challenged(await connection.recv(decode=False))
+    theirs = auth.challenged(await connection.recv(decode=False))
     assert theirs is not None
     mine = bytes(32)
-    await connection.send(proof.answer("secret", role, theirs, mine))
-    assert proof.is_confirmed(await connection.recv(decode=False), "secret", role, theirs, mine)
+    await connection.send(auth.answer("secret", role, theirs, mine))
+    assert auth.is_confirmed(await connection.recv(decode=False), "secret", role, theirs, mine)
 
 
 async def conversation(directory: Path) -> events.Ended:
@@ -678,7 +679,7 @@ def test_an_era_in_the_journal_says_when_it_began_and_what_led_to_it() -> None:
 
 
 def test_events_of_a_run_that_is_over_say_when_and_why(tmp_path: Path) -> None:
-    from pliant.ui import afterwards
+    from pliant.ui import offline_status
 
     file = JournalFile(tmp_path / "journal.jsonl")
     lost = journal.ChangeLine(8.0, "lost", "w1", "w1 was killed by SIGKILL")
@@ -688,7 +689,7 @@ def test_events_of_a_run_that_is_over_say_when_and_why(tmp_path: Path) -> None:
     ]
     file.append([journal.RunRecord("job", "0", 6.0), *eras])
     file.close()
-    told = json.loads(afterwards.told("/events", tmp_path) or b"")
+    told = json.loads(offline_status.told("/events", tmp_path) or b"")
     assert [(each["unix_s"], each["text"]) for each in told] == [
         (6.0, "the run began"),
         (7.0, "era 1: w0, w1, w2"),

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pliant.core.group import Policy
+from pliant.core.group_state import Policy
 from pliant.errors import UsageError
-from pliant.runtime.membership import Offer, formed
-from pliant.tensors import cuda
-from pliant.tensors import group as groups
-from pliant.worker.signature import check_device, signature
+from pliant.tensors.process_group import gloo as groups
+from pliant.tensors.process_group import nccl
+from pliant.worker.elastic.signature import check_device, signature
+from pliant.worker.session import Offer, formed
 
 
 class Nowhere:
@@ -31,7 +31,7 @@ class Nowhere:
 def test_a_torch_without_nccl_is_refused_before_anybody_is_contacted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(dist, "ProcessGroupNCCL", raising=False)
     with pytest.raises(UsageError, match="has no NCCL: install a CUDA build"):
-        cuda.Nccl(Nowhere(), attempt=1, place=0, members=2, address="127.0.0.1", device=torch.device("cuda"))
+        nccl.Nccl(Nowhere(), attempt=1, place=0, members=2, address="127.0.0.1", device=torch.device("cuda"))
 
 
 def on(device: str) -> torch.optim.Optimizer:
@@ -60,7 +60,7 @@ def test_the_kind_of_device_and_the_software_are_told() -> None:
 def test_the_group_follows_the_models_device(monkeypatch: pytest.MonkeyPatch, device: str, chosen: str) -> None:
     made: list[str] = []
     monkeypatch.setattr(groups, "Gloo", lambda *_, **__: made.append("Gloo"))
-    monkeypatch.setattr(cuda, "Nccl", lambda *_, **__: made.append("Nccl"))
+    monkeypatch.setattr(nccl, "Nccl", lambda *_, **__: made.append("Nccl"))
     model = nn.Linear(1, 1)
     optimizer = on(device)
     offer = Offer(model, optimizer, Policy(8), {}, {}, lambda members: None)  # type: ignore[arg-type,return-value]

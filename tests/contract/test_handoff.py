@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pliant.proof import NONCE_BYTES, PROOF_BYTES
-from pliant.tensors import handoff, memory, stream
+from pliant.auth import NONCE_BYTES, PROOF_BYTES
+from pliant.tensors import allocation, framing, handoff
 from pliant.tensors.handoff import Donor, Recipient
 
 PATIENCE_S = 20.0
@@ -96,7 +96,7 @@ def test_every_kind_of_tensor_arrives(donor: Donor, newcomer: Recipient) -> None
         "tensors": tensors,
         "not contiguous": torch.arange(12.0).reshape(3, 4).t(),
         "trained": nn.Parameter(torch.ones(2)),
-        "large": torch.rand(stream.CHUNK_BYTES // 4 * 2 + 1),
+        "large": torch.rand(framing.CHUNK_BYTES // 4 * 2 + 1),
         "plain": (1, 2.5, "text", None, True, [], {}, {3: "number"}),
     }
     _, arrived = passed(donor, newcomer, state)
@@ -162,7 +162,7 @@ def test_a_wrong_token_is_refused_on_both_sides(donor: Donor) -> None:
         connection, _ = server.accept()
         with connection:
             # An impostor that plays the newcomer's own proof back to it.
-            connection.sendall(stream._GREETING + bytes(32))
+            connection.sendall(framing._GREETING + bytes(32))
             said = connection.recv(64, socket.MSG_WAITALL)
             connection.sendall(said[32:])
             assert "does not know the token" in until(lambda: victim.failed, "the failure")
@@ -182,17 +182,17 @@ def test_a_donor_that_closes_in_mid_stream(donor: Donor, newcomer: Recipient) ->
     until(lambda: donor.pending, "the request")
     large = torch.empty(64 << 20, dtype=torch.uint8)
     cut = threading.Event()
-    write_chunks = stream.write_chunks
+    write_chunks = framing.write_chunks
 
     def closing(writer: Any, memory: memoryview) -> None:
         if len(memory) == len(large):
-            write_chunks(writer, memory[: 3 * stream.CHUNK_BYTES])
+            write_chunks(writer, memory[: 3 * framing.CHUNK_BYTES])
             donor.close()
             cut.set()
         write_chunks(writer, memory)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "write_chunks", closing)
+        patch.setattr(framing, "write_chunks", closing)
         donor.serve(1, 1, lambda want, as_of: {"x": large})
         assert cut.wait(PATIENCE_S)
         assert newcomer.failed or until(lambda: newcomer.failed, "the failure")
@@ -202,7 +202,7 @@ def test_a_donor_that_closes_in_mid_stream(donor: Donor, newcomer: Recipient) ->
 def test_a_newcomer_knows_how_much_of_an_answer_is_here(donor: Donor, newcomer: Recipient) -> None:
     tensors = [torch.arange(1000.0), torch.arange(3000.0)]
     go_on = threading.Event()
-    write_chunks = stream.write_chunks
+    write_chunks = framing.write_chunks
 
     def halting(writer: Any, memory: memoryview) -> None:
         if len(memory) == tensors[1].nbytes:
@@ -214,7 +214,7 @@ def test_a_newcomer_knows_how_much_of_an_answer_is_here(donor: Donor, newcomer: 
     newcomer.request(1, 7, ["x"])
     until(lambda: donor.pending, "the request")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "write_chunks", halting)
+        patch.setattr(framing, "write_chunks", halting)
         donor.serve(1, 7, lambda want, as_of: {"x": tensors})
         assert until(lambda: (newcomer.begun() or (0, 0.0))[1] and newcomer.begun(), "the first tensor") == (7, 0.25)
         assert newcomer.arrived() is None
@@ -265,20 +265,20 @@ ANSWER = recorded()
 
 def test_what_changes_while_it_is_sent_is_never_taken_for_whole() -> None:
     """Large tensors that nobody is expected to change are not copied."""
-    frozen = memory.lent(torch.ones(2 << 20))
+    frozen = allocation.lent(torch.ones(2 << 20))
     waiting = handoff._Waiting(handoff._Request(1, 1, []))
     waiting.answer(handoff._State(1, 0, 0), {"frozen": frozen})
     frozen.mul_(2.0)
     out = io.BytesIO()
-    with pytest.raises(stream.Broken, match="changed meanwhile"):
+    with pytest.raises(framing.Broken, match="changed meanwhile"):
         handoff._send_answer(out, waiting)
-    with pytest.raises(stream.Broken, match="too early"):
+    with pytest.raises(framing.Broken, match="too early"):
         read(out.getvalue())
 
 
 def read(data: bytes) -> Any:
     reader = io.BytesIO(data)
-    return handoff._read_answer(reader, stream.read_frame(reader))
+    return handoff._read_answer(reader, framing.read_frame(reader))
 
 
 def test_an_undamaged_recording_is_read() -> None:
@@ -288,7 +288,7 @@ def test_an_undamaged_recording_is_read() -> None:
 
 @given(st.integers(0, len(ANSWER) - 1))
 def test_a_short_stream_is_broken(length: int) -> None:
-    with pytest.raises(stream.Broken):
+    with pytest.raises(framing.Broken):
         read(ANSWER[:length])
 
 
@@ -298,7 +298,7 @@ def test_a_flipped_byte_is_broken_or_harmless(index: int, flip: int) -> None:
     damaged[index] ^= flip
     try:
         answer = read(bytes(damaged))
-    except stream.Broken:
+    except framing.Broken:
         return
     # Only the head has no checksum: TCP's has to do for the number of the exchange and the word "state".
     assert same(answer[1], STATE)
@@ -306,7 +306,7 @@ def test_a_flipped_byte_is_broken_or_harmless(index: int, flip: int) -> None:
 
 @given(st.binary(max_size=200))
 def test_noise_is_broken(data: bytes) -> None:
-    with pytest.raises(stream.Broken):
+    with pytest.raises(framing.Broken):
         read(data)
 
 
@@ -322,12 +322,12 @@ JSON = st.recursive(
 def test_a_skeleton_that_makes_no_sense_is_broken(skeleton: Any) -> None:
     encoded = msgspec.json.encode(skeleton)
     out = io.BytesIO()
-    stream.write_chunks(out, memoryview(encoded))
-    stream.write_frame(out, handoff._WHOLE)
+    framing.write_chunks(out, memoryview(encoded))
+    framing.write_frame(out, handoff._WHOLE)
     out.seek(0)
     try:
         state = handoff._read_state(out, handoff._State(1, len(encoded), 0))
-    except stream.Broken:
+    except framing.Broken:
         return
     assert isinstance(state, dict)
 
@@ -342,9 +342,9 @@ def test_a_skeleton_that_makes_no_sense_is_broken(skeleton: Any) -> None:
 def test_nothing_is_allocated_on_a_liars_word(head: Any, said: str) -> None:
     skeleton = msgspec.json.encode({"d": [["x", {"t": ["uint8", [2]]}]]}).ljust(40)
     out = io.BytesIO()
-    stream.write_frame(out, msgspec.msgpack.encode(head))
-    stream.write_chunks(out, memoryview(skeleton))
-    with pytest.raises(stream.Broken, match=said):
+    framing.write_frame(out, msgspec.msgpack.encode(head))
+    framing.write_chunks(out, memoryview(skeleton))
+    with pytest.raises(framing.Broken, match=said):
         read(out.getvalue())
 
 
@@ -354,9 +354,9 @@ def test_shapes_beyond_all_memory_are_broken(shape: list[int]) -> None:
     skeleton = msgspec.json.encode({"d": [["x", {"t": ["float64", shape]}]]})
     size = handoff.size_of(handoff.described(skeleton))
     out = io.BytesIO()
-    stream.write_chunks(out, memoryview(skeleton))
+    framing.write_chunks(out, memoryview(skeleton))
     out.seek(0)
-    with pytest.raises(stream.Broken):
+    with pytest.raises(framing.Broken):
         handoff._read_state(out, handoff._State(1, len(skeleton), size))
 
 
@@ -367,7 +367,7 @@ REQUEST = msgspec.msgpack.encode(handoff._Request(2, 3, ["model", "optimizer"]))
 def test_the_donors_reader_takes_requests_or_breaks(data: bytes) -> None:
     try:
         request = handoff._read_request(io.BytesIO(data))
-    except stream.Broken:
+    except framing.Broken:
         return
     assert isinstance(request.as_of, int) and all(isinstance(name, str) for name in request.want)
 
@@ -383,7 +383,7 @@ def test_a_donor_survives_whatever_connects(donor: Donor, newcomer: Recipient) -
         connection.makefile("rb") as reader,
         connection.makefile("wb") as writer,
     ):
-        stream.introduce(reader, writer, TOKEN)
+        framing.introduce(reader, writer, TOKEN)
         connection.sendall(b"\xff" * 100)
         assert reader.read() == b""
     assert passed(donor, newcomer, {"x": 1}) == (7, {"x": 1})

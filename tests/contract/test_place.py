@@ -1,4 +1,5 @@
-"""What a worker says of itself between two eras: runtime.place, and what is handed round at an era's start."""
+"""What a worker says of itself between two eras: worker.elastic.rendezvous, and what is handed round at an era's
+start."""
 
 from __future__ import annotations
 
@@ -7,15 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from pliant.control.client import Position
+from pliant.control.link import Position
 from pliant.control.mailbox import Mailbox
 from pliant.control.messages import EraStart, Signature, Welcome
-from pliant.core.calls import NONE
-from pliant.core.group import Policy, founded
-from pliant.core.rates import linear
-from pliant.runtime.eras import Handed, decoded, encoded
-from pliant.runtime.place import Place
+from pliant.core.finished_calls import NONE
+from pliant.core.group_state import Policy, founded
+from pliant.core.tuning.rates import linear
 from pliant.types import WorkerId
+from pliant.worker.elastic.eras import Handed, decoded, encoded
+from pliant.worker.elastic.rendezvous import Place
 
 
 class Line:

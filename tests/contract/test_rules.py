@@ -8,20 +8,22 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from pliant.core import agreement, journal, noise, rates, regrouping, rounds
-from pliant.core.agreement import Mismatch
-from pliant.core.group import Group, Policy, founded
-from pliant.core.rates import RULES, Rule
+from pliant.core import consistency, regrouping, rounds
+from pliant.core.consistency import Mismatch
+from pliant.core.group_state import Group, Policy, founded
+from pliant.core.journal import records as journal
+from pliant.core.journal.decisions import Replay
 from pliant.core.regrouping import Entry
-from pliant.core.replay import Replay
 from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Ticket
-from pliant.runtime import eras
-from pliant.runtime.witness import Reporter
-from pliant.testing.memory import remembered
+from pliant.core.tuning import noise, rates
+from pliant.core.tuning.rates import RULES, Rule
+from pliant.testing.memo import remembered
 from pliant.testing.scenes import drawn
 from pliant.testing.simulation import Simulation
 from pliant.types import WorkerId
+from pliant.worker.elastic import eras
+from pliant.worker.journal import Reporter
 
 REFERENCE, LENGTH, ROUNDS = 16, 100_000, 60
 ROSTER = [WorkerId("w0"), WorkerId("w1"), WorkerId("w2")]
@@ -53,7 +55,7 @@ class Training:
         self.outcomes: list[Settled] = []
         self.reporter.era(self.group, None, sends=True)
         openings = [
-            Ticket(1, 0, 0, Kind.TRAIN, Flag.OPENING, length=LENGTH, size=64, digest=agreement.digest(self.group))
+            Ticket(1, 0, 0, Kind.TRAIN, Flag.OPENING, length=LENGTH, size=64, digest=consistency.digest(self.group))
             for _ in ROSTER
         ]
         opened = rounds.opened(self.group, openings)
@@ -82,7 +84,7 @@ class Training:
                     sum_s=0.01,
                     loss_sum=0.5 * samples,
                     squared_norm=1.0 + 200.0 / samples if samples else 0.0,
-                    digest=agreement.digest(group),
+                    digest=consistency.digest(group),
                     # One member alone has taken the norm: a newcomer is in the first place, say.
                     measured_round=self.measured[0] if member == 1 else 0,
                     measured_norm=self.measured[1],
@@ -127,7 +129,7 @@ def test_two_runs_on_the_same_tickets_decide_alike(rule: Rule) -> None:
     first, second = Training(rule), Training(rule)
     for _ in range(ROUNDS):
         assert first.round() == second.round()
-        assert first.group == second.group and agreement.digest(first.group) == agreement.digest(second.group)
+        assert first.group == second.group and consistency.digest(first.group) == consistency.digest(second.group)
 
 
 @every_rule

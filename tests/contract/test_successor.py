@@ -10,13 +10,14 @@ import msgspec
 import pytest
 
 from pliant.control import messages as m
-from pliant.coordinator.account import Account
+from pliant.coordinator.coordinator import Coordinator
+from pliant.coordinator.journal import JournalFile
+from pliant.coordinator.journal_summary import Account
+from pliant.coordinator.run_spec import Charter
 from pliant.coordinator.state_file import STATE
-from pliant.core import events, journal
-from pliant.runtime.charter import Charter
-from pliant.runtime.coordinator import Coordinator
-from pliant.runtime.journaling import JournalFile
-from pliant.runtime.status import Status
+from pliant.coordinator.status import Status
+from pliant.core.journal import records as journal
+from pliant.core.membership import events
 
 CHARTER = Charter("job", "train.py", "0", workers=8)
 WORKERS = 8
@@ -257,9 +258,9 @@ def test_a_gap_is_asked_for_and_then_named(run: Run) -> None:
 
 
 def test_too_many_early_records_are_asked_for_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pliant.runtime import recording
+    from pliant.coordinator import recorder
 
-    monkeypatch.setattr(recording, "EARLY_BYTES", 10_000)
+    monkeypatch.setattr(recorder, "EARLY_BYTES", 10_000)
     run.coordinator.received(run.wire, m.Lines(run.written + 10, rounds(11, 5)))
     run.coordinator.received(run.wire, m.Lines(run.written + 15, rounds(16, 50)))
     run.coordinator.received(run.wire, m.Lines(run.written, rounds(1, 10)))

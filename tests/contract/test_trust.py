@@ -25,21 +25,21 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection
 from websockets.sync.client import connect as open_websocket
 
-from pliant import proof
-from pliant.control import app, gate, port, tls
+from pliant import auth
+from pliant.control import app, limits, tls
 from pliant.control import messages as m
-from pliant.control.agent import AgentLink
-from pliant.control.client import Link
-from pliant.control.door import WRONG_TOKEN, Door, address_of, check_brackets, host_in
-from pliant.control.gate import Gate
+from pliant.control import server as port
+from pliant.control.agent_link import AgentLink
+from pliant.control.handshake import WRONG_TOKEN, Door, address_of, check_brackets, host_in
+from pliant.control.limits import Gate
+from pliant.control.link import Link
+from pliant.coordinator import service
+from pliant.coordinator.run_spec import Charter
+from pliant.environment import Job, environment_of, job_from
 from pliant.errors import PliantError, Refused, RunEnded, UsageError
-from pliant.launch import asking, certificates, trust
-from pliant.launch import directory as run_directory
-from pliant.launch.directory import Access, Trust
+from pliant.launch import certificate_check, certificates, requests, run_directory
 from pliant.launch.logs import opened
-from pliant.runtime import service
-from pliant.runtime.charter import Charter
-from pliant.runtime.environment import Job, environment_of, job_from
+from pliant.launch.run_directory import Access, Trust
 from pliant.tensors import weights
 
 CHARTER = Charter("job", "train.py", "0.1.0", workers=3)
@@ -133,7 +133,7 @@ def closed_with(connection: ClientConnection) -> int | None:
 
 def as_worker(access: Access) -> None:
     """Ends with what the coordinator says to a worker of an unknown slot, which is more than a stranger hears."""
-    context = trust.asked(access)
+    context = certificate_check.asked(access)
     try:
         Link.connect(access.address, access.token, "w7", "0.1.0", context)
     except Refused as refusal:
@@ -146,7 +146,9 @@ def as_worker(access: Access) -> None:
 def as_launcher(access: Access) -> None:
     async def enlist() -> None:
         wish = m.Enlist("", "0.1.0", [], 1, owner=False)
-        link, answer = await AgentLink.connect(access.address, access.token, wish, WAIT_S, trust.asked(access))
+        link, answer = await AgentLink.connect(
+            access.address, access.token, wish, WAIT_S, certificate_check.asked(access)
+        )
         assert isinstance(answer, m.Enlisted)
         await link.close()
 
@@ -154,7 +156,7 @@ def as_launcher(access: Access) -> None:
 
 
 def as_person(access: Access) -> None:
-    assert b'"job":"job"' in asking.get(access, "/status")
+    assert b'"job":"job"' in requests.get(access, "/status")
 
 
 WAYS = pytest.mark.parametrize("way", [as_worker, as_launcher, as_person])
@@ -167,29 +169,29 @@ Way = Callable[[Access], None]
 @given(st.binary(min_size=32, max_size=32), st.binary(min_size=32, max_size=32), st.sampled_from([b"worker", b"agent"]))
 def test_a_proof_fits_one_conversation_in_one_direction(nonce: bytes, own: bytes, role: bytes) -> None:
     other = b"agent" if role == b"worker" else b"worker"
-    answer = proof.answer(TOKEN, role, nonce, own)
-    shown = proof.confirmation(TOKEN, role, nonce, answer)
-    assert shown is not None and proof.is_confirmed(shown, TOKEN, role, nonce, own)
-    assert proof.confirmation(TOKEN, other, nonce, answer) is None
-    assert proof.confirmation(TOKEN + "x", role, nonce, answer) is None
-    assert proof.confirmation(TOKEN, role, bytes(31) + b"\1" if nonce == bytes(32) else bytes(32), answer) is None
-    assert not proof.is_confirmed(shown, TOKEN, other, nonce, own)
+    answer = auth.answer(TOKEN, role, nonce, own)
+    shown = auth.confirmation(TOKEN, role, nonce, answer)
+    assert shown is not None and auth.is_confirmed(shown, TOKEN, role, nonce, own)
+    assert auth.confirmation(TOKEN, other, nonce, answer) is None
+    assert auth.confirmation(TOKEN + "x", role, nonce, answer) is None
+    assert auth.confirmation(TOKEN, role, bytes(31) + b"\1" if nonce == bytes(32) else bytes(32), answer) is None
+    assert not auth.is_confirmed(shown, TOKEN, other, nonce, own)
     # Its own words come back to nobody.
-    assert not proof.is_confirmed(answer[32:], TOKEN, role, nonce, own)
+    assert not auth.is_confirmed(answer[32:], TOKEN, role, nonce, own)
     assert TOKEN.encode() not in answer + shown
 
 
 @given(st.binary(max_size=200))
 def test_any_other_bytes_prove_nothing(frame: bytes) -> None:
-    assert proof.confirmation(TOKEN, b"worker", bytes(32), frame) is None
-    assert proof.challenged(frame) is None
-    assert proof.authorized(frame.decode("latin-1")) is None
+    assert auth.confirmation(TOKEN, b"worker", bytes(32), frame) is None
+    assert auth.challenged(frame) is None
+    assert auth.authorized(frame.decode("latin-1")) is None
 
 
 def test_no_role_is_the_beginning_of_another() -> None:
-    source = Path(proof.__file__).parent
-    text = "".join((source / name).read_text() for name in ("proof.py", "tensors/stream.py", "control/opening.py"))
-    text += (source / "control" / "agent.py").read_text() + (source / "control" / "app.py").read_text()
+    source = Path(auth.__file__).parent
+    text = "".join((source / name).read_text() for name in ("auth.py", "tensors/framing.py", "control/connect.py"))
+    text += (source / "control" / "agent_link.py").read_text() + (source / "control" / "app.py").read_text()
     roles = set(re.findall(r'(?:proof|answer|confirmed|confirmation)\([^)]*?\bb"(\w+)"', text))
     assert {"worker", "agent", "coordinator", "newcomer", "donor", "request", "reply", "metrics"} <= roles
     for one in roles:
@@ -237,7 +239,7 @@ def test_the_token_is_never_sent(house: House, way: Way) -> None:
         way(replace(house.access(), address=between.address))
     heard = b"".join(between.heard)
     assert len(heard) > 300
-    for form in (TOKEN.encode(), TOKEN.encode().hex().encode(), proof.metrics_token(TOKEN).encode()):
+    for form in (TOKEN.encode(), TOKEN.encode().hex().encode(), auth.metrics_token(TOKEN).encode()):
         assert form not in heard
 
 
@@ -293,12 +295,12 @@ class Eavesdropper:
 
 def test_an_overheard_handshake_cannot_be_played_again(house: House) -> None:
     with knock(house) as friend:
-        nonce = proof.challenged(friend.recv(timeout=WAIT_S, decode=False))
+        nonce = auth.challenged(friend.recv(timeout=WAIT_S, decode=False))
         assert nonce is not None
-        overheard = proof.answer(TOKEN, b"worker", nonce, os.urandom(32))
+        overheard = auth.answer(TOKEN, b"worker", nonce, os.urandom(32))
         friend.send(overheard)
         confirmed = friend.recv(timeout=WAIT_S, decode=False)
-        assert len(confirmed) == proof.PROOF_BYTES
+        assert len(confirmed) == auth.PROOF_BYTES
         # To the same coordinator, while the first connection lives, and as the other role.
         for role in ("worker", "agent"):
             with knock(house, role) as thief:
@@ -313,7 +315,7 @@ def test_an_overheard_confirmation_convinces_nobody(house: House) -> None:
         as_worker(replace(house.access(), address=between.address))
         head, _, frames = b"".join(between.from_server).partition(b"\r\n\r\n")
         # Two bytes are before the content of each frame.
-        opening, rest = frames[: 2 + proof.CHALLENGE_BYTES], frames[2 + proof.CHALLENGE_BYTES :]
+        opening, rest = frames[: 2 + auth.CHALLENGE_BYTES], frames[2 + auth.CHALLENGE_BYTES :]
     with socket.create_server(("127.0.0.1", 0)) as false:
         address = f"127.0.0.1:{false.getsockname()[1]}"
 
@@ -350,7 +352,7 @@ def asked(house: House, method: str, path: str, body: bytes = b"", header: str =
 
 def signed(house: House, method: str, path: str, body: bytes = b"") -> str:
     nonce = bytes.fromhex(asked(house, "GET", "/nonce")[1].decode())
-    return proof.authorization(TOKEN, nonce, os.urandom(32), method, path, body)
+    return auth.authorization(TOKEN, nonce, os.urandom(32), method, path, body)
 
 
 def test_a_request_is_taken_once_and_only_as_it_was_made(house: House) -> None:
@@ -382,12 +384,12 @@ def test_an_answer_of_somebody_else_does_not_count() -> None:
         thread = threading.Thread(target=play)
         thread.start()
         with pytest.raises(Refused, match="does not know the token"):
-            asking.get(Access(address, TOKEN), "/status")
+            requests.get(Access(address, TOKEN), "/status")
         thread.join(WAIT_S)
 
 
 def test_prometheus_gets_the_numbers_with_a_token_of_their_own(house: House) -> None:
-    bearer = f"Bearer {proof.metrics_token(TOKEN)}"
+    bearer = f"Bearer {auth.metrics_token(TOKEN)}"
     status, text = asked(house, "GET", "/metrics", header=bearer)
     assert status == 200 and b"pliant_term 1.0" in text
     for path in ("/status", "/events"):
@@ -406,9 +408,9 @@ def test_frames_are_small_until_the_proof_and_bounded_after_it(house: House) -> 
     for role, limit in (("worker", app.WORKER_FRAME_BYTES), ("agent", app.AGENT_FRAME_BYTES)):
         for size, codes in ((limit + 1, {1009, None}), (limit, {1000})):
             with knock(house, role, max_size=None) as friend:
-                nonce = proof.challenged(friend.recv(timeout=WAIT_S, decode=False))
+                nonce = auth.challenged(friend.recv(timeout=WAIT_S, decode=False))
                 assert nonce is not None
-                friend.send(proof.answer(TOKEN, role.encode(), nonce, bytes(32)))
+                friend.send(auth.answer(TOKEN, role.encode(), nonce, bytes(32)))
                 friend.recv(timeout=WAIT_S)
                 # One within the limit is read, and closes the connection in good order because it is no message.
                 with contextlib.suppress(ConnectionClosed):
@@ -465,64 +467,64 @@ def test_the_oldest_stranger_makes_room_and_friends_stay() -> None:
     friend = Wire()
     gatekeeper.opened(friend, "10.0.0.1")
     gatekeeper.proven(friend)
-    strangers = [Wire() for _ in range(gate.UNPROVEN_OF_ONE + 1)]
+    strangers = [Wire() for _ in range(limits.UNPROVEN_OF_ONE + 1)]
     assert all(gatekeeper.opened(each, "10.0.0.1") for each in strangers)
-    assert [each.aborted for each in strangers] == [True] + [False] * gate.UNPROVEN_OF_ONE
+    assert [each.aborted for each in strangers] == [True] + [False] * limits.UNPROVEN_OF_ONE
     # Others, from everywhere.
-    more = [Wire() for _ in range(gate.UNPROVEN)]
+    more = [Wire() for _ in range(limits.UNPROVEN)]
     assert all(gatekeeper.opened(each, f"10.1.{place // 250}.{place % 250}") for place, each in enumerate(more))
     assert all(each.aborted for each in strangers) and not any(each.aborted for each in more)
     assert not friend.aborted
     # One subnet of IPv6 is one place.
-    sixes = [Wire() for _ in range(gate.UNPROVEN_OF_ONE + 1)]
+    sixes = [Wire() for _ in range(limits.UNPROVEN_OF_ONE + 1)]
     for number, each in enumerate(sixes):
         gatekeeper.opened(each, str(ipaddress.ip_address("2001:db8::") + number))
     assert sixes[0].aborted and not sixes[1].aborted
     for each in (*strangers, *more, *sixes, friend):
         gatekeeper.closed(each)
-    friends = [Wire() for _ in range(gate.CONNECTIONS)]
+    friends = [Wire() for _ in range(limits.CONNECTIONS)]
     taken = [gatekeeper.opened(each, "10.0.0.1") for each in friends if not gatekeeper.proven(each)]
-    assert len(taken) == gate.CONNECTIONS
+    assert len(taken) == limits.CONNECTIONS
 
 
 def test_there_is_an_end_to_all_connections() -> None:
     gatekeeper = Gate(lambda text: None)
     taken = 0
-    for _ in range(gate.CONNECTIONS):
+    for _ in range(limits.CONNECTIONS):
         wire = Wire()
         if not gatekeeper.opened(wire, "10.0.0.1"):
             assert wire.aborted
             break
         gatekeeper.proven(wire)
         taken += 1
-    assert taken == gate.CONNECTIONS - gate.UNPROVEN
+    assert taken == limits.CONNECTIONS - limits.UNPROVEN
 
 
 def test_wrong_proofs_are_answered_late_and_logged_within_bounds() -> None:
     now, log = [0.0], list[str]()
     gatekeeper = Gate(log.append, lambda: now[0])
     delays = [gatekeeper.failed("10.0.0.1", "a worker") for _ in range(30)]
-    assert delays == [0.0] * int(gate.TRIES) + [gate.LATE_S] * (30 - int(gate.TRIES))
-    assert len(log) == gate.TRIES
+    assert delays == [0.0] * int(limits.TRIES) + [limits.LATE_S] * (30 - int(limits.TRIES))
+    assert len(log) == limits.TRIES
     assert gatekeeper.failed("10.0.0.2", "a worker") == 0.0, "another address has its own"
-    now[0] += gate.TRY_EVERY_S
+    now[0] += limits.TRY_EVERY_S
     assert gatekeeper.failed("10.0.0.1", "a worker") == 0.0
     assert log[-1].endswith("(and 20 more from there before)")
     # Memory is bounded, whoever comes.
     for number in range(5000):
         gatekeeper.failed(str(ipaddress.ip_address("10.2.0.0") + number), "a worker")
-    assert len(gatekeeper._buckets) <= gate.ADDRESSES
+    assert len(gatekeeper._buckets) <= limits.ADDRESSES
 
 
 def test_a_friend_is_let_in_after_many_wrong_tries_from_its_address(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "LATE_S", 0.01)
-    monkeypatch.setattr(gate, "TRY_EVERY_S", 1e9)
-    for _ in range(int(gate.TRIES) + 10):
+    monkeypatch.setattr(limits, "LATE_S", 0.01)
+    monkeypatch.setattr(limits, "TRY_EVERY_S", 1e9)
+    for _ in range(int(limits.TRIES) + 10):
         with pytest.raises(Refused):
-            asking.get(house.access("wrong"), "/status")
-    assert len(house.log) == gate.TRIES
+            requests.get(house.access("wrong"), "/status")
+    assert len(house.log) == limits.TRIES
     for way in (as_worker, as_launcher, as_person):
         way(house.access())
 
@@ -535,7 +537,7 @@ def test_everybody_speaks_tls_when_there_is_a_certificate(secure_house: House, w
     with Eavesdropper(secure_house.place) as between:
         way(replace(secure_house.access(), address=between.address))
     heard = b"".join(between.heard)
-    assert heard and b"HTTP" not in heard and proof.GREETING not in heard
+    assert heard and b"HTTP" not in heard and auth.GREETING not in heard
 
 
 @WAYS
@@ -611,13 +613,13 @@ def test_a_run_is_not_started_with_a_certificate_that_clients_would_refuse(
     tmp_path: Path, host: str, now: datetime.datetime | None, said: str
 ) -> None:
     with pytest.raises(Refused, match=said):
-        trust.served(files(tmp_path / "certs", now=now), host)
+        certificate_check.served(files(tmp_path / "certs", now=now), host)
 
 
 def test_files_that_are_no_certificates_cost_one_line(tmp_path: Path) -> None:
     good, other = files(tmp_path / "good", "trainer.example", "10.1.2.3"), files(tmp_path / "other")
     for host in ("127.0.0.1", "localhost", "trainer.example", "10.1.2.3"):
-        assert trust.served(good, host) is not None
+        assert certificate_check.served(good, host) is not None
     (tmp_path / "nonsense").write_text("nonsense")
     nonsense, missing = str(tmp_path / "nonsense"), str(tmp_path / "missing")
     for wrong, said in (
@@ -628,10 +630,10 @@ def test_files_that_are_no_certificates_cost_one_line(tmp_path: Path) -> None:
         (replace(good, authority=other.authority), "is not of the authority in --tls-ca"),
     ):
         with pytest.raises(PliantError, match=said) as caught:
-            trust.served(wrong, "127.0.0.1")
+            certificate_check.served(wrong, "127.0.0.1")
         assert "\n" not in str(caught.value)
     with pytest.raises(UsageError, match="go together"):
-        trust.given(tmp_path / "nonsense", None, None, insecure=False)
+        certificate_check.given(tmp_path / "nonsense", None, None, insecure=False)
 
 
 def test_the_files_of_certs_init(tmp_path: Path) -> None:
@@ -754,7 +756,7 @@ def test_addresses_of_both_families() -> None:
         assert Door(address, TOKEN).place == (host, 80)
         check_brackets(address)
     with pytest.raises(UsageError, match=r"'::1:80' is no address; put an IPv6 one in brackets, e\.g\. \[::1\]:80"):
-        asking.found(None, "::1:80", None)
+        requests.found(None, "::1:80", None)
     if socket.has_dualstack_ipv6():
         with pytest.raises(UsageError, match="2001:db8::1 is no address of this machine"):
             run_directory.bound("2001:db8::1", 0)
@@ -782,12 +784,12 @@ def test_the_authority_reaches_workers_and_commands(tmp_path: Path) -> None:
     directory = tmp_path / "job"
     directory.mkdir()
     run_directory.publish(directory, Access("127.0.0.1:1", TOKEN, tmp_path / "ca.pem"))
-    found = asking.found(directory, "", None)
+    found = requests.found(directory, "", None)
     assert found.authority is not None and found.authority.read_text() == "certificate"
     for name in ("token", "metrics-token"):
         assert stat.S_IMODE((directory / name).stat().st_mode) == 0o600
     run_directory.publish(directory, Access("127.0.0.1:1", TOKEN))
-    assert asking.found(directory, "", None).authority is None
+    assert requests.found(directory, "", None).authority is None
     kept = Trust("cert", "key", "ca", insecure=True)
     run_directory.write_trust(directory, kept)
     assert run_directory.trust_in(directory) == kept
@@ -846,7 +848,7 @@ class Keys:
 def test_a_groups_sockets_are_bound_to_the_address_of_the_control_connection() -> None:
     import torch
 
-    from pliant.tensors.group import Gloo
+    from pliant.tensors.process_group.gloo import Gloo
 
     keys, groups, before = Keys(), list[Gloo](), listening()
     address = "127.0.0.3"

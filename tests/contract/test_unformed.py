@@ -1,4 +1,5 @@
-"""Groups that cannot be formed: tensors.reach, tensors.failures, and what runtime.place says about them."""
+"""Groups that cannot be formed: tensors.process_group.reachability, tensors.process_group.failures, and what
+worker.elastic.rendezvous says about them."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from pliant.control.client import Position
+from pliant.control.link import Position
 from pliant.control.mailbox import Mailbox
 from pliant.control.messages import Broken, EraPlan, Signature, Void, Welcome
 from pliant.errors import Unsupported
-from pliant.runtime.channels import Channels
-from pliant.runtime.place import EraBroken, Place
-from pliant.tensors import failures, group, reach
-from pliant.tensors.reach import Doorbell, Unconnected
+from pliant.tensors.process_group import failures, gloo, reachability
+from pliant.tensors.process_group.reachability import Doorbell, Unconnected
+from pliant.worker.collectives import Channels
+from pliant.worker.elastic.rendezvous import EraBroken, Place
 
 
 def closed_port() -> bytes:
@@ -26,8 +27,8 @@ def closed_port() -> bytes:
 
 def test_a_doorbell_is_reached_without_an_answer_and_a_closed_port_is_named() -> None:
     with Doorbell("127.0.0.1", 3) as one, Doorbell("127.0.0.1", 3) as other:
-        assert reach.unreached({0: one.address, 2: other.address}) == ()
-        assert reach.unreached({0: one.address, 1: closed_port(), 2: other.address}) == (1,)
+        assert reachability.unreached({0: one.address, 2: other.address}) == ()
+        assert reachability.unreached({0: one.address, 1: closed_port(), 2: other.address}) == (1,)
 
 
 def test_one_that_gives_up_first_can_still_be_reached() -> None:
@@ -35,7 +36,7 @@ def test_one_that_gives_up_first_can_still_be_reached() -> None:
     with pytest.raises(Unconnected), Doorbell("127.0.0.1", 2) as doorbell:
         address = doorbell.address
         raise Unconnected("no", (1,))
-    assert reach.unreached({0: address}) == ()
+    assert reachability.unreached({0: address}) == ()
 
 
 class Keys:
@@ -58,10 +59,10 @@ class Keys:
             return self._keys[key]
 
 
-def formed(keys: Keys, members: int) -> list[group.Forming[group.Gloo]]:
-    def make(place: int) -> group.Forming[group.Gloo]:
-        return group.Forming(
-            lambda channel: group.Gloo(channel, attempt=1, place=place, members=members, address="127.0.0.1"), keys
+def formed(keys: Keys, members: int) -> list[gloo.Forming[gloo.Gloo]]:
+    def make(place: int) -> gloo.Forming[gloo.Gloo]:
+        return gloo.Forming(
+            lambda channel: gloo.Gloo(channel, attempt=1, place=place, members=members, address="127.0.0.1"), keys
         )
 
     return [make(place) for place in range(members)]

@@ -1,7 +1,7 @@
 """A group of virtual workers on a virtual clock.
 
 Question  What does the real decision code do with workers of given speeds, and what gets journaled?
-Holds     Deterministic. Each worker is a coroutine that follows runtime/worker.py line by line: it draws what
+Holds     Deterministic. Each worker is a coroutine that follows worker/loop.py line by line: it draws what
           ``drawing.allowance`` and its grants permit, hands in, settles, or goes along; a summation is over ``sum_s``
           after the last worker has handed in. Every worker keeps its own ``Group`` and makes its own journal with the
           real ``Reporter``. ``World`` plays the coordinator: workers are killed, join and leave, era follows era.
@@ -16,17 +16,18 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from pliant.core import agreement, drawing, journal, regrouping, rounds
-from pliant.core.agreement import Mismatch
-from pliant.core.calls import NONE, Calls
-from pliant.core.group import Group, Past, Policy, Standing, founded
-from pliant.core.journal import Record
+from pliant.core import allowance, consistency, regrouping, rounds
+from pliant.core.consistency import Mismatch
+from pliant.core.finished_calls import NONE, Calls
+from pliant.core.group_state import Group, Past, Policy, Standing, founded
+from pliant.core.journal import records as journal
+from pliant.core.journal.records import Record
 from pliant.core.ledger import MicroBatch, samples_of
 from pliant.core.regrouping import Entry
 from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Ticket
-from pliant.runtime.witness import Reporter
 from pliant.types import WorkerId
+from pliant.worker.journal import Reporter
 
 # More steps than any scene of the tests needs: beyond it the group goes round in circles.
 _MOST_STEPS = 400_000
@@ -90,7 +91,7 @@ class Scene(msgspec.Struct, frozen=True):
 
 
 class EraBroken(Exception):
-    """runtime.place.EraBroken."""
+    """worker.elastic.rendezvous.EraBroken."""
 
 
 class Left(Exception):
@@ -223,7 +224,7 @@ class Link:
 
 
 class VirtualWorker:
-    """runtime.worker.Worker without tensors; every ``yield`` lets virtual time pass."""
+    """worker.loop.Worker without tensors; every ``yield`` lets virtual time pass."""
 
     def __init__(self, world: World, member: int, group: Group) -> None:
         self.scene, self.member, self.group, self._world = world.scene, member, group, world
@@ -312,7 +313,7 @@ class VirtualWorker:
         spoiled = any(start <= bad < stop for start, stop in micro_batch for bad in self.scene.spoiled)
         mine.loss += float("inf") if spoiled else 0.1 * samples
 
-    # runtime.worker.Worker: what the script calls
+    # worker.loop.Worker: what the script calls
 
     def _open(self, call: Call) -> Steps:
         self._stack.append(call)
@@ -410,7 +411,7 @@ class VirtualWorker:
             self._contribution, self._flight = Contribution(self.now_s), None
         self.group = group
         self.states.append(group)
-        plan = agreement.agreed_plan(group, gathered)
+        plan = consistency.agreed_plan(group, gathered)
         if plan is not None:
             self._switch(plan)
 
@@ -441,7 +442,7 @@ class VirtualWorker:
         return any(each.number == phase for each in self.group.open)
 
     def _speaks(self, phase: int) -> bool:
-        return self.group.phase.number == phase and drawing.speaks(self.group, self.place)
+        return self.group.phase.number == phase and allowance.speaks(self.group, self.place)
 
     def _abandoned(self, phase: int) -> Steps:
         while self._inside(phase) and not self._speaks(phase):
@@ -481,7 +482,7 @@ class VirtualWorker:
             self._conclude(_all(exchange))
 
     def _conclude(self, gathered: list[Ticket]) -> None:
-        mismatch = agreement.compared(self.group, gathered)
+        mismatch = consistency.compared(self.group, gathered)
         assert mismatch is None, mismatch.reason
         self.group = rounds.concluded(self.group, gathered)
         self.states.append(self.group)
@@ -496,7 +497,7 @@ class VirtualWorker:
         drawn = mine.micro_batches + (self._flight.drawn if self._flight else 0)
         if drawn >= hand.granted:
             return None
-        bounds = drawing.allowance(self.group, self.place, 1 if self._flight else 0)
+        bounds = allowance.allowance(self.group, self.place, 1 if self._flight else 0)
         if bounds.micro_batches is not None and mine.micro_batches >= bounds.micro_batches:
             return None
         micro_batch = hand.queue[drawn]
@@ -512,7 +513,7 @@ class VirtualWorker:
     def _complete(self) -> bool:
         if self._stops():
             return True
-        bounds = drawing.allowance(self.group, self.place, 1 if self._flight else 0)
+        bounds = allowance.allowance(self.group, self.place, 1 if self._flight else 0)
         if bounds.micro_batches is not None:
             return self._contribution.micro_batches >= bounds.micro_batches
         return self._contribution.micro_batches > 0 or self._next() is None
@@ -530,7 +531,7 @@ class VirtualWorker:
             group.phases,
             kind,
             flags,
-            digest=agreement.digest(group),
+            digest=consistency.digest(group),
             exchange=group.exchange,
             plan_term=plan_term,
             plan_era=plan_era,
@@ -619,9 +620,9 @@ class VirtualWorker:
         return outcome
 
     def _hands_in_at_once(self) -> bool:
-        if not drawing.speaks(self.group, self.place):
+        if not allowance.speaks(self.group, self.place):
             return False
-        bounds = drawing.allowance(self.group, self.place, 0)
+        bounds = allowance.allowance(self.group, self.place, 0)
         return self.leaving or bounds.micro_batches is None or self._contribution.micro_batches >= bounds.micro_batches
 
     # going along

@@ -6,10 +6,10 @@ from driver import Break, Call, Change, Scene
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pliant.core import overlap
-from pliant.core.group import Policy
-from pliant.core.rates import RULES
+from pliant.core.group_state import Policy
 from pliant.core.tickets import Kind
+from pliant.core.tuning import delay as overlap
+from pliant.core.tuning.rates import RULES
 
 SPEEDS = st.sampled_from([1.0, 3.0, 10.0, 10.0, 25.0, 40.0, 100.0, 160.0])
 LENGTHS = st.one_of(st.integers(0, 12), st.integers(13, 700))

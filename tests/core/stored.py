@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from pliant.core import journal
-from pliant.core.audit import audit
+from pliant.core.journal import records as journal
+from pliant.core.journal.audit import audit
 
 JOURNALS = Path(__file__).parent / "journals"
 VERDICTS = JOURNALS / "verdicts.json"

@@ -1,4 +1,4 @@
-"""An audit passes what the decision code journaled, and names everything that was tampered with: core.audit."""
+"""An audit passes what the decision code journaled, and names everything that was tampered with: core.journal.audit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenes import scenes
 
-from pliant.core import journal
-from pliant.core.audit import Report, audit
-from pliant.core.group import Policy
-from pliant.core.journal import (
+from pliant.core.group_state import Policy
+from pliant.core.journal import records as journal
+from pliant.core.journal.audit import Report, audit
+from pliant.core.journal.records import (
     EndRecord,
     EraRecord,
     ExchangeRecord,

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pliant.core import rounds
-from pliant.core.agreement import Mismatch
-from pliant.core.calls import NONE, WIDTH, Calls, Past, calls_of
-from pliant.core.group import Group, Policy, founded
+from pliant.core.consistency import Mismatch
+from pliant.core.finished_calls import NONE, WIDTH, Calls, Past, calls_of
+from pliant.core.group_state import Group, Policy, founded
 from pliant.core.tickets import Flag, Kind, Ticket
-from pliant.runtime import eras
-from pliant.runtime.script import Counted, Opening, Script
 from pliant.types import WorkerId
+from pliant.worker.elastic import eras
+from pliant.worker.script.calls import Counted, Opening, Script
 
 pasts = st.lists(
     st.builds(

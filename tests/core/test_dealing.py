@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from scenes import scenes
 
-from pliant.core import agreement, dealing, drawing, ledger, overlap, regrouping, rounds
-from pliant.core.group import Group, OpenPhase, Policy, Standing, founded
-from pliant.core.journal import PhaseEndRecord, PhaseRecord, RoundRecord
+from pliant.core import allowance, consistency, dealing, ledger, regrouping, rounds
+from pliant.core.group_state import Group, OpenPhase, Policy, Standing, founded
+from pliant.core.journal.records import PhaseEndRecord, PhaseRecord, RoundRecord
 from pliant.core.ledger import samples_of
-from pliant.core.pace import Pace, Pacing
 from pliant.core.shares import shares
 from pliant.core.tickets import Flag, Kind, Ticket
+from pliant.core.tuning import delay
+from pliant.core.tuning.pace import Pace, Pacing
 from pliant.types import WorkerId
 
 
@@ -160,7 +161,7 @@ def settled(group: Group, drawn: tuple[int, ...], ready: int | None = None) -> G
                 samples=samples,
                 weight=float(samples),
                 busy_s=0.01,
-                digest=agreement.digest(group),
+                digest=consistency.digest(group),
                 exchange=group.exchange,
             )
         )
@@ -172,51 +173,51 @@ def settled(group: Group, drawn: tuple[int, ...], ready: int | None = None) -> G
 def test_a_contribution_keeps_the_limits_it_was_begun_with_though_somebody_joins() -> None:
     """The others may have drawn up to the bound already when the newcomer is ready, in the middle of the next round."""
     before = bounded(12, (3,) * 6, (3,) * 6, (), working=2)
-    begun = [drawing.allowance(before, member, 1).samples for member in range(2)]
+    begun = [allowance.allowance(before, member, 1).samples for member in range(2)]
     assert begun == [6, 6]
     joined = settled(before, (1, 1, 0), ready=2)
     assert joined.standings[2] is Standing.ACTIVE and joined.phase.present[2]
-    assert joined.phase.limits == drawing.sample_limits(before) == (6, 6, 0)
+    assert joined.phase.limits == allowance.sample_limits(before) == (6, 6, 0)
     # What was begun beside the round that has just been settled.
-    assert [drawing.allowance(joined, member, 0).samples for member in range(2)] == begun
-    assert drawing.allowance(joined, 2, 0).micro_batches == 0, "it has no part in that one"
+    assert [allowance.allowance(joined, member, 0).samples for member in range(2)] == begun
+    assert allowance.allowance(joined, 2, 0).micro_batches == 0, "it has no part in that one"
     # What is begun beside that: the bound is shared by three.
-    fresh = [drawing.allowance(joined, member, 1).samples for member in range(3)]
-    assert fresh == list(drawing.sample_limits(joined)) and sum(each or 0 for each in fresh) == 12
+    fresh = [allowance.allowance(joined, member, 1).samples for member in range(3)]
+    assert fresh == list(allowance.sample_limits(joined)) and sum(each or 0 for each in fresh) == 12
     assert all(fresh), "the newcomer is one of them"
     after = settled(joined, (1, 1, 0))
-    assert after.phase.limits == drawing.sample_limits(joined) != joined.phase.limits
-    assert [drawing.allowance(after, member, 0).samples for member in range(3)] == fresh
+    assert after.phase.limits == allowance.sample_limits(joined) != joined.phase.limits
+    assert [allowance.allowance(after, member, 0).samples for member in range(3)] == fresh
 
 
 def test_limits_are_kept_only_of_a_bound_that_the_user_has_set_and_where_something_may_be_drawn() -> None:
     before = bounded(12, (3,) * 6, (3,) * 6)
-    assert drawing.kept_limits(before, before.phase) == drawing.sample_limits(before) == (6, 6)
+    assert allowance.kept_limits(before, before.phase) == allowance.sample_limits(before) == (6, 6)
     nothing = bounded(12, (), ())
-    assert drawing.sample_limits(nothing) == (6, 6)
-    assert drawing.kept_limits(before, nothing.phase) == (), "nobody can have drawn anything"
+    assert allowance.sample_limits(nothing) == (6, 6)
+    assert allowance.kept_limits(before, nothing.phase) == (), "nobody can have drawn anything"
     pays = replace(before, policy=replace(before.policy, at_most=None), paying=6)
-    assert drawing.sample_limits(pays) == (6, 6)
-    assert drawing.kept_limits(pays, pays.phase) == (), "what pays changes from round to round"
+    assert allowance.sample_limits(pays) == (6, 6)
+    assert allowance.kept_limits(pays, pays.phase) == (), "what pays changes from round to round"
 
 
 def test_micro_batches_of_a_time_with_fewer_workers_count_for_those_who_hold_them() -> None:
     # Dealt to one alone: half of the bound at a time. With two a quarter each would be the least.
-    assert drawing.sample_limits(bounded(12, (6, 6), (3, 3))) == (8, 4)
-    assert drawing.sample_limits(bounded(12, (3, 3), (3, 3))) == (6, 6)
+    assert allowance.sample_limits(bounded(12, (6, 6), (3, 3))) == (8, 4)
+    assert allowance.sample_limits(bounded(12, (3, 3), (3, 3))) == (6, 6)
     # What is not granted does not count: it is taken back, and dealt again.
     group = bounded(12, (3, 3), (3, 3))
     held = ledger.deal(group.phase.ledger, 0, (6,))
     phase = replace(group.phase, ledger=held)
-    assert drawing.sample_limits(replace(group, open=(phase,))) == (6, 6)
+    assert allowance.sample_limits(replace(group, open=(phase,))) == (6, 6)
 
 
 def test_limits_never_add_up_to_more_than_the_bound_that_the_user_has_set() -> None:
     """Three join one that was alone: its micro-batch of two leaves room for two of them."""
     group = bounded(4, (1,), (1,), (2, 2), (1,))
-    assert drawing.sample_limits(group) == (1, 1, 2, 0)
-    assert drawing.allowance(group, 3, 1).micro_batches == 0
-    assert drawing.sample_limits(bounded(4, (1,), (1,), (1,), (1,))) == (1, 1, 1, 1)
+    assert allowance.sample_limits(group) == (1, 1, 2, 0)
+    assert allowance.allowance(group, 3, 1).micro_batches == 0
+    assert allowance.sample_limits(bounded(4, (1,), (1,), (1,), (1,))) == (1, 1, 1, 1)
 
 
 @settings(max_examples=40)
@@ -233,7 +234,7 @@ def test_a_group_never_exceeds_the_bound_of_an_open_batch(scene: Scene) -> None:
 @given(scenes(), st.integers(1, 3))
 def test_nor_does_it_while_it_tries_the_other_delay(scene: Scene, times: int) -> None:
     """What was dealt for open rounds is not all taken into the first one without an overlap."""
-    policy = Policy(scene.policy.batch, floating=True, at_most=times * scene.policy.batch, delay=overlap.AUTO, trial=1)
+    policy = Policy(scene.policy.batch, floating=True, at_most=times * scene.policy.batch, delay=delay.AUTO, trial=1)
     for record in played(replace(scene, policy=policy)).records:
         if isinstance(record, RoundRecord):
             assert record.batch <= times * scene.policy.batch

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pliant.core import agreement, drawing, drift, ledger, regrouping, rounds
-from pliant.core.audit import audit
+from pliant.core import allowance, consistency, drift, ledger, regrouping, rounds
 from pliant.core.drift import Drift
-from pliant.core.group import Group, Policy, Standing, founded
-from pliant.core.journal import DriftLine, Record, RoundRecord, decode
+from pliant.core.group_state import Group, Policy, Standing, founded
+from pliant.core.journal.audit import audit
+from pliant.core.journal.records import DriftLine, Record, RoundRecord, decode
 from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Ticket
-from pliant.runtime.witness import Reporter
 from pliant.types import WorkerId
+from pliant.worker.journal import Reporter
 
 ROSTER = tuple(WorkerId(f"w{index}") for index in range(5))
 
@@ -123,7 +123,7 @@ class Course:
         self.witness = Reporter(self.line)
         self.group = founded(policy, 1, ROSTER[:3])
         self.witness.era(self.group, None, sends=True)
-        opening = Ticket(1, 0, 0, Kind.TRAIN, Flag.OPENING, length=400, size=4, digest=agreement.digest(self.group))
+        opening = Ticket(1, 0, 0, Kind.TRAIN, Flag.OPENING, length=400, size=4, digest=consistency.digest(self.group))
         opened = rounds.opened(self.group, [opening] * 3)
         assert isinstance(opened, Group)
         self.group = opened
@@ -153,7 +153,7 @@ class Course:
             samples=samples,
             weight=float(samples),
             busy_s=0.01,
-            digest=agreement.digest(group),
+            digest=consistency.digest(group),
             weights_round=at,
             weights=digest,
         )
@@ -180,7 +180,7 @@ def test_it_follows_gives_its_hand_back_and_comes_back_when_it_is_ready(course: 
     assert outcome.drift is not None and outcome.drift.healed == (1,) and not outcome.seen
     assert group.standings == (Standing.ACTIVE, Standing.FOLLOWING, Standing.ACTIVE)
     assert group.offences == ((ROSTER[1], 1),)
-    assert not group.phase.ledger.hands[1].queue and not drawing.speaks(group, 1)
+    assert not group.phase.ledger.hands[1].queue and not allowance.speaks(group, 1)
     assert course.settle([7, 0, 7], at=1).drift is None
     course.settle([7, 0, 7], at=1, ready=1)
     assert course.group.standings[1] is Standing.ACTIVE
@@ -231,24 +231,24 @@ def test_nobody_leaves_with_the_state_before_the_healed_one_has_it(course: Cours
     course.settle([7, 8, 7], at=1)
     tickets = [replace(course.ticket(member, 0, 0, ready=False), plan_term=1, plan_era=2) for member in range(3)]
     going = [replace(ticket, flags=ticket.flags | Flag.LEAVING) for ticket in tickets]
-    assert agreement.agreed_plan(course.group, tickets) == (1, 2)
-    assert agreement.agreed_plan(course.group, [tickets[0], tickets[1], going[2]]) == (1, 2)
-    assert agreement.agreed_plan(course.group, [going[0], tickets[1], going[2]]) is None
+    assert consistency.agreed_plan(course.group, tickets) == (1, 2)
+    assert consistency.agreed_plan(course.group, [tickets[0], tickets[1], going[2]]) == (1, 2)
+    assert consistency.agreed_plan(course.group, [going[0], tickets[1], going[2]]) is None
     # It is ready, but goes along with this exchange still: what is the user's own comes only now.
     course.settle(ready=1)
     assert course.group.standings[1] is Standing.ACTIVE
     follows = replace(tickets[1], flags=Flag.FOLLOWING)
-    assert agreement.agreed_plan(course.group, [going[0], follows, going[2]]) is None
+    assert consistency.agreed_plan(course.group, [going[0], follows, going[2]]) is None
     # Who leaves need not have it.
     nobody = [replace(ticket, flags=ticket.flags | Flag.FOLLOWING) for ticket in going]
-    assert agreement.agreed_plan(course.group, nobody) == (1, 2)
+    assert consistency.agreed_plan(course.group, nobody) == (1, 2)
     # Whoever it is that takes the state over.
     unsuspected = replace(course.group, offences=())
-    assert agreement.agreed_plan(unsuspected, [going[0], follows, going[2]]) is None
+    assert consistency.agreed_plan(unsuspected, [going[0], follows, going[2]]) is None
     computes = replace(tickets[1], flags=Flag.NONE)
-    assert agreement.agreed_plan(course.group, [going[0], computes, going[2]]) == (1, 2)
+    assert consistency.agreed_plan(course.group, [going[0], computes, going[2]]) == (1, 2)
     # Who is left out of the plan but has still to compute goes with it, too.
     left_out = [replace(ticket, flags=Flag.GOING) for ticket in tickets]
-    assert agreement.agreed_plan(course.group, [left_out[0], follows, going[2]]) is None
-    assert agreement.agreed_plan(course.group, [left_out[0], follows, tickets[2]]) == (1, 2)
-    assert agreement.agreed_plan(course.group, [left_out[0], computes, going[2]]) == (1, 2)
+    assert consistency.agreed_plan(course.group, [left_out[0], follows, going[2]]) is None
+    assert consistency.agreed_plan(course.group, [left_out[0], follows, tickets[2]]) == (1, 2)
+    assert consistency.agreed_plan(course.group, [left_out[0], computes, going[2]]) == (1, 2)

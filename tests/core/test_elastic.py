@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 from scenes import elastic_scenes
 
-from pliant.core.audit import Report, audit
-from pliant.core.group import Policy, Standing
-from pliant.core.journal import (
+from pliant.core.group_state import Policy, Standing
+from pliant.core.journal.audit import Report, audit
+from pliant.core.journal.records import (
     EntryLine,
     EraRecord,
     ExchangeRecord,

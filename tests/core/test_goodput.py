@@ -1,4 +1,4 @@
-"""Where more samples per round stop paying: core.goodput."""
+"""Where more samples per round stop paying: core.tuning.goodput."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pliant.core import dealing, goodput
-from pliant.core.pace import Pace, Pacing
+from pliant.core import dealing
+from pliant.core.tuning import goodput
+from pliant.core.tuning.pace import Pace, Pacing
 
 REFERENCE = 64
 

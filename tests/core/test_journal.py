@@ -1,4 +1,4 @@
-"""What is written is what is read, and no damage goes unnoticed: core.journal."""
+"""What is written is what is read, and no damage goes unnoticed: core.journal.records."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from driver import Call, Scene, played
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pliant.core import journal
-from pliant.core.group import Policy
-from pliant.core.journal import EndRecord, Record, RoundRecord, RunRecord, TicketLine
+from pliant.core.group_state import Policy
+from pliant.core.journal import records as journal
+from pliant.core.journal.records import EndRecord, Record, RoundRecord, RunRecord, TicketLine
 from pliant.core.tickets import Kind
 from pliant.errors import JournalError
 

@@ -9,27 +9,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pliant.core import agreement, measures, rounds
-from pliant.core.agreement import Mismatch
-from pliant.core.group import Group, Policy, founded
-from pliant.core.measures import Appendix
+from pliant.core import consistency, evaluation, rounds
+from pliant.core.consistency import Mismatch
+from pliant.core.evaluation import Appendix
+from pliant.core.group_state import Group, Policy, founded
 from pliant.core.tickets import Flag, Kind, Ticket, pack, packed_size, unpack
 from pliant.types import WorkerId
-from pliant.worker.outputs import Outputs, missing
+from pliant.worker.evaluation.outputs import Outputs, missing
 
 ROSTER = (WorkerId("w0"), WorkerId("w1"))
 
 
 def evaluating(length: int = 8) -> Group:
     start = founded(Policy(8), 1, ROSTER)
-    opening = Ticket(1, 0, 0, Kind.EVALUATE, Flag.OPENING, length=length, size=2, digest=agreement.digest(start))
+    opening = Ticket(1, 0, 0, Kind.EVALUATE, Flag.OPENING, length=length, size=2, digest=consistency.digest(start))
     group = rounds.opened(start, [opening, opening])
     assert isinstance(group, Group)
     return group
 
 
 def handed_in(group: Group, *sums: tuple[tuple[str, float, float], ...]) -> list[Ticket]:
-    digest = agreement.digest(group)
+    digest = consistency.digest(group)
     return [
         Ticket(1, 0, group.phases, Kind.EVALUATE, digest=digest, micro_batches=1, samples=2, weight=2.0, sums=each)
         for each in sums
@@ -69,7 +69,7 @@ def test_who_has_computed_nothing_need_not_know_the_names() -> None:
 
 def test_gathering_on_one_worker_only_is_refused() -> None:
     group = evaluating()
-    tickets = measures.read(handed_in(group, (), ()), [Appendix(outputs=(b"x",)), Appendix()])
+    tickets = evaluation.read(handed_in(group, (), ()), [Appendix(outputs=(b"x",)), Appendix()])
     decision = rounds.settled(group, tickets)
     assert isinstance(decision, Mismatch) and "w0 and w1" in decision.reason and "gather=" in decision.reason
 
@@ -80,33 +80,37 @@ def test_gathering_on_one_worker_only_is_refused() -> None:
 )
 def test_an_appendix_comes_back_as_it_was(sums: list[tuple[str, float, float]], outputs: list[bytes] | None) -> None:
     appendix = Appendix(tuple(sums), None if outputs is None else tuple(outputs))
-    assert repr(measures.unpacked(measures.packed(appendix))) == repr(appendix)
+    assert repr(evaluation.unpacked(evaluation.packed(appendix))) == repr(appendix)
 
 
 def test_nothing_to_say_takes_no_bytes() -> None:
-    assert measures.packed(Appendix()) == b"" and measures.unpacked(b"") == Appendix()
+    assert evaluation.packed(Appendix()) == b"" and evaluation.unpacked(b"") == Appendix()
     ticket = Ticket(1, 2, 3, Kind.EVALUATE, appendix=77)
     packed = pack(ticket, 5, 8)
     assert len(packed) == packed_size(8) and unpack(packed) == (ticket, 5)
 
 
 def test_a_mean_without_a_count_or_a_finite_sum_is_none() -> None:
-    assert measures.means(()) is None
-    assert measures.means((("a", 1.0, 0.0), ("b", math.inf, 2.0), ("c", 1.0, 2.0))) == {"a": None, "b": None, "c": 0.5}
-    added = measures.added((("a", math.inf, 1.0),), [Ticket(1, 0, 1, Kind.EVALUATE, sums=(("a", -math.inf, 1.0),))])
+    assert evaluation.means(()) is None
+    assert evaluation.means((("a", 1.0, 0.0), ("b", math.inf, 2.0), ("c", 1.0, 2.0))) == {
+        "a": None,
+        "b": None,
+        "c": 0.5,
+    }
+    added = evaluation.added((("a", math.inf, 1.0),), [Ticket(1, 0, 1, Kind.EVALUATE, sums=(("a", -math.inf, 1.0),))])
     assert math.isnan(added[0][1]) and added[0][2] == 2.0
 
 
 @pytest.mark.parametrize(("names", "leads"), [(("hits", "loss"), "loss"), (("hits", "other"), "hits")])
 def test_the_loss_or_the_first_stands_for_all(names: tuple[str, ...], leads: str) -> None:
-    assert measures.leading(names) == leads
+    assert evaluation.leading(names) == leads
 
 
 def test_a_journal_that_says_another_mean_is_found() -> None:
-    assert not measures.differences({}, None)
-    assert not measures.differences({"a": None, "b": 1.0}, {"a": 2.0, "b": 1.0})
-    assert "result b is 1.0" in measures.differences({"a": None, "b": 1.0}, {"a": 2.0, "b": 2.0})[0]
-    assert "results are of a, not nothing" in measures.differences({"a": 1.0}, None)[0]
+    assert not evaluation.differences({}, None)
+    assert not evaluation.differences({"a": None, "b": 1.0}, {"a": 2.0, "b": 1.0})
+    assert "result b is 1.0" in evaluation.differences({"a": None, "b": 1.0}, {"a": 2.0, "b": 2.0})[0]
+    assert "results are of a, not nothing" in evaluation.differences({"a": 1.0}, None)[0]
 
 
 @given(st.sets(st.integers(0, 30)), st.integers(1, 31), st.integers(1, 5))

@@ -1,4 +1,4 @@
-"""What the tickets' scalars say about the gradient's noise: core.noise."""
+"""What the tickets' scalars say about the gradient's noise: core.tuning.noise."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pliant.core import noise
-from pliant.core.noise import Contributed, Noise
 from pliant.core.tickets import Kind, Ticket
+from pliant.core.tuning import noise
+from pliant.core.tuning.noise import Contributed, Noise
 
 REFERENCE = 64
 SHARES = st.lists(st.integers(1, 200), min_size=2, max_size=6)

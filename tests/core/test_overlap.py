@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pliant.core import overlap
-from pliant.core.overlap import Choice, Verdict
 from pliant.core.tickets import Kind, Ticket
+from pliant.core.tuning import delay as overlap
+from pliant.core.tuning.delay import Choice, Verdict
 
 TRIAL = overlap.TRIAL
 

@@ -1,4 +1,4 @@
-"""How fast each worker is, from its tickets: core.pace."""
+"""How fast each worker is, from its tickets: core.tuning.pace."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pliant.core.pace import forgiven, measure, unmeasured
 from pliant.core.tickets import Kind, Ticket
+from pliant.core.tuning.pace import forgiven, measure, unmeasured
 
 
 def ticket(samples: int, busy_s: float, idle_s: float = 0.0, sum_s: float = 0.1) -> Ticket:

@@ -1,4 +1,4 @@
-"""How the learning rate follows the batch: core.rates."""
+"""How the learning rate follows the batch: core.tuning.rates."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pliant.core import rates
-from pliant.core.rates import NAMES, RULES, Rate, Rule, follow, gain, ramp_rounds, target
+from pliant.core.tuning import rates
+from pliant.core.tuning.rates import NAMES, RULES, Rate, Rule, follow, gain, ramp_rounds, target
 from pliant.errors import UsageError
 
 REFERENCE = 1000

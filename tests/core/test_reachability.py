@@ -1,4 +1,4 @@
-"""Who is left out when no group can be formed: core.reachability, core.formations."""
+"""Who is left out when no group can be formed: core.membership.reachability, core.membership.failed_formations."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_roster import World, of, texts
 
-from pliant.core import formations, members, reachability, slots
-from pliant.core.events import (
+from pliant.coordinator import convert
+from pliant.core.membership import failed_formations, processes, reachability, roster
+from pliant.core.membership.events import (
     Admit,
     BreakEra,
     Dismiss,
@@ -21,9 +22,8 @@ from pliant.core.events import (
     Unformed,
     VoidPlan,
 )
-from pliant.core.members import Member, Steady, Waiting
-from pliant.core.reachability import Candidate, Reachability, Report
-from pliant.runtime import translation
+from pliant.core.membership.reachability import Candidate, Reachability, Report
+from pliant.core.membership.roster import Member, Steady, Waiting
 from pliant.types import WorkerId
 
 
@@ -119,11 +119,11 @@ def unformed(world: World, era: int, **unreached: str) -> list[Effect]:
 
 def shown(world: World, name: str) -> str:
     """The word for it in ``pliant status``."""
-    worker = members.worker_of(world.state, WorkerId(name))
-    slot = members.slot_of(world.state, SlotId(name))
+    worker = roster.worker_of(world.state, WorkerId(name))
+    slot = roster.slot_of(world.state, SlotId(name))
     assert slot is not None
-    unreachable = worker is not None and formations.is_unreachable(world.state, worker)
-    return translation.word(slot, worker, unreachable=unreachable)
+    unreachable = worker is not None and failed_formations.is_unreachable(world.state, worker)
+    return convert.word(slot, worker, unreachable=unreachable)
 
 
 def with_newcomer() -> World:
@@ -156,7 +156,7 @@ def test_it_is_dropped_as_soon_as_all_have_said_so() -> None:
 def test_it_waits_is_shown_as_unreachable_and_is_tried_again_at_growing_intervals() -> None:
     world = with_newcomer()
     unformed(world, 2, w0="w2", w1="w2", w2="")
-    worker = members.worker_of(world.state, WorkerId("w2"))
+    worker = roster.worker_of(world.state, WorkerId("w2"))
     assert worker is not None and isinstance(worker.standing, Waiting)
     assert shown(world, "w2") == "unreachable"
     names = ("w0", "w1", "w2")
@@ -180,7 +180,7 @@ def test_it_can_be_drained_while_it_waits_and_while_it_is_tried() -> None:
     world = with_newcomer()
     world.feed(Drained(SlotId("w2")))
     assert of(Dismiss, unformed(world, 2, w0="w2", w1="w2", w2=""))
-    assert slots.kept(world.state) != [] and isinstance(world.state.course, Steady)
+    assert processes.kept(world.state) != [] and isinstance(world.state.course, Steady)
 
 
 def test_others_come_in_meanwhile() -> None:
@@ -256,7 +256,7 @@ def test_a_newcomer_in_an_unplanned_era_is_left_out_at_once() -> None:
     assert start.roster == ("w0", "w1", "w2")
     (again,) = of(StartEra, parted(world, start.era, "w0 w1 w2", w0="w2"))
     assert again.roster == ("w0", "w1")
-    worker = members.worker_of(world.state, WorkerId("w2"))
+    worker = roster.worker_of(world.state, WorkerId("w2"))
     assert worker is not None and isinstance(worker.standing, Waiting)
 
 
@@ -278,5 +278,5 @@ def test_what_a_worker_said_when_it_stopped_outlives_its_connection() -> None:
     world.wait(0.2, ("w1",))
     world.cut("w0")
     world.hello("w0", "w0", era=1, exchange=5, active=False)
-    worker = members.worker_of(world.state, WorkerId("w0"))
+    worker = roster.worker_of(world.state, WorkerId("w0"))
     assert worker is not None and isinstance(worker.standing, Member) and worker.standing.active

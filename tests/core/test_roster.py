@@ -1,4 +1,5 @@
-"""Who takes part, when eras start, how runs end: core.roster and its parts, core.terms."""
+"""Who takes part, when eras start, how runs end: core.membership.advance and its parts,
+core.membership.compatibility."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pliant.core import eras, events, losses, members, roster, slots
-from pliant.core.events import (
+from pliant.core.membership import advance, eras, events, liveness, processes
+from pliant.core.membership import roster as members
+from pliant.core.membership.compatibility import Terms, difference, length_difference
+from pliant.core.membership.events import (
     Admit,
     AgentArrived,
     AgentId,
@@ -51,8 +54,7 @@ from pliant.core.events import (
     Tick,
     Unformed,
 )
-from pliant.core.members import Gathering, Over, Roster, Rules, Running, Steady, Stopping
-from pliant.core.terms import Terms, difference, length_difference
+from pliant.core.membership.roster import Gathering, Over, Roster, Rules, Running, Steady, Stopping
 from pliant.types import WorkerId
 
 TERMS = Terms(
@@ -73,7 +75,7 @@ class World:
     def __init__(self, state: Roster | None = None, **rules: Any) -> None:
         self.now_s = 100.0
         made = Rules("train.py", "0.1.0", **rules)
-        self.state = state or roster.gathered(made, 1, 5.0, self.now_s)
+        self.state = state or advance.gathered(made, 1, 5.0, self.now_s)
         self.effects: list[Effect] = []
         self.peers: dict[str, int] = {}
         self.peer = 0
@@ -81,7 +83,7 @@ class World:
     def feed(self, *history: Event) -> list[Effect]:
         fresh: list[Effect] = []
         for event in history:
-            self.state, more = roster.advance(self.state, event, self.now_s)
+            self.state, more = advance.advance(self.state, event, self.now_s)
             fresh += more
         self.effects += fresh
         return fresh
@@ -150,7 +152,7 @@ def texts(effects: list[Effect]) -> list[str]:
 
 
 def test_names_are_ordered_by_number() -> None:
-    assert sorted(["w10", "w9", "w0"], key=roster.name_order) == ["w0", "w9", "w10"]
+    assert sorted(["w10", "w9", "w0"], key=advance.name_order) == ["w0", "w9", "w10"]
 
 
 def test_the_era_starts_when_the_last_slot_is_ready_in_the_order_of_slots() -> None:
@@ -209,8 +211,8 @@ def test_what_differs_before_the_first_era_ends_the_run(other: Terms, said: str)
     world.ready("w0")
     (stop,) = of(StopAll, world.ready("w1", terms=other))
     assert said in stop.reason
-    world.exit("w0", roster.QUIET_EXIT)
-    (end,) = of(Ended, world.exit("w1", roster.QUIET_EXIT))
+    world.exit("w0", advance.QUIET_EXIT)
+    (end,) = of(Ended, world.exit("w1", advance.QUIET_EXIT))
     assert end == Ended(stop.reason, completed=False, exit_status=1)
 
 
@@ -437,7 +439,7 @@ def test_a_death_is_confirmed_at_once_by_a_second_witness(first: str) -> None:
 def test_a_closed_connection_alone_needs_half_a_second() -> None:
     world = World().started(2)
     world.cut("w1")
-    assert not of(BreakEra, world.wait(losses.RECONNECT_S - 0.05, ("w0",)))
+    assert not of(BreakEra, world.wait(liveness.RECONNECT_S - 0.05, ("w0",)))
     assert of(BreakEra, world.wait(0.1, ("w0",)))
     (refusal,) = of(Refuse, world.hello("w1", worker="w1", era=1))
     assert refusal.again
@@ -462,7 +464,7 @@ def test_a_silent_worker_is_lost_and_may_wake_up() -> None:
 
 def test_a_worker_that_does_not_wake_up_is_killed() -> None:
     world = World().started(2)
-    effects = world.wait(5.3 + losses.ASLEEP_S + 1.0, ("w0",))
+    effects = world.wait(5.3 + liveness.ASLEEP_S + 1.0, ("w0",))
     assert of(Kill, effects) == [Kill(OWNER, SlotId("w1"))]
 
 
@@ -755,7 +757,7 @@ def test_nor_that_of_the_kill_that_follows() -> None:
 def test_a_signal_of_ours_is_forgotten_with_its_process() -> None:
     """A silent one was killed; the next one in its slot is killed by somebody else."""
     world = World().started(2)
-    world.wait(5.3 + losses.ASLEEP_S + 1.0, ("w0",))
+    world.wait(5.3 + liveness.ASLEEP_S + 1.0, ("w0",))
     assert Kill(OWNER, SlotId("w1")) in world.effects
     world.exit("w1", -9)
     world.wait(1.0, ("w0",))
@@ -776,7 +778,7 @@ def test_an_end_that_is_told_after_the_loss_still_gives_its_status(status: int, 
     world = World().started(1)
     world.wait(1.0, ("w0",))
     world.cut("w0")
-    assert of(StopAll, world.wait(losses.RECONNECT_S + 0.1))
+    assert of(StopAll, world.wait(liveness.RECONNECT_S + 0.1))
     (end,) = of(Ended, world.exit("w0", status))
     assert end.exit_status == expected
 
@@ -930,7 +932,7 @@ def test_an_exit_that_is_told_again_counts_once() -> None:
     world.feed(AgentLost(OWNER, 1))
     world.enlist(0, name="a0", slots=("w0", "w1"))
     world.feed(exited)
-    assert slots.slot_of(world.state, SlotId("w1")).errors == ("ValueError: no",)  # type: ignore[union-attr]
+    assert processes.slot_of(world.state, SlotId("w1")).errors == ("ValueError: no",)  # type: ignore[union-attr]
 
 
 # ends
@@ -1022,16 +1024,16 @@ def test_a_coordinator_to_which_nobody_comes_ends_by_itself() -> None:
 
 def test_two_coordinators_that_wrote_nothing_down_never_give_one_era_number_twice() -> None:
     rules = Rules("train.py", "1")
-    numbers = [eras._numbers(roster.resumed(rules, term, 5.0, 100.0, 0, [], 0)) for term in (2, 3, 4)]
+    numbers = [eras._numbers(advance.resumed(rules, term, 5.0, 100.0, 0, [], 0)) for term in (2, 3, 4)]
     assert [era for era, _ in numbers] == sorted({era for era, _ in numbers})
     # Nor below what the journal has.
-    known = eras._numbers(roster.resumed(rules, 3, 5.0, 100.0, 260, [], 0))
+    known = eras._numbers(advance.resumed(rules, 3, 5.0, 100.0, 260, [], 0))
     assert known[0] > 260 and known[1] == numbers[1][1]
 
 
 def resumed(names: tuple[str, ...] = ("w0", "w1"), era: int = 4) -> World:
     rules = Rules("train.py", "0.1.0")
-    return World(roster.resumed(rules, 2, 5.0, 100.0, era, [WorkerId(name) for name in names], 3))
+    return World(advance.resumed(rules, 2, 5.0, 100.0, era, [WorkerId(name) for name in names], 3))
 
 
 def test_a_new_coordinator_evicts_nobody_within_dead_after() -> None:
@@ -1068,7 +1070,7 @@ def test_a_new_coordinator_believes_who_came_after_one_that_only_the_journal_kno
 
 def test_who_enters_an_era_that_is_broken_up_is_told_so() -> None:
     rules = Rules("train.py", "0.1.0")
-    world = World(roster.resumed(rules, 2, 5.0, 100.0, 0, [], 0))
+    world = World(advance.resumed(rules, 2, 5.0, 100.0, 0, [], 0))
     for slot in ("w0", "w1"):
         world.hello(slot, worker=slot)
         world.ready(slot)
@@ -1108,7 +1110,7 @@ event_kinds = st.one_of(
     st.builds(Failed, worker_names, st.just("no"), st.sampled_from([False, False, False, True])),
     st.builds(Finished, worker_names, st.booleans()),
     st.builds(ConnectionLost, worker_names, st.integers(1, 30)),
-    st.builds(ProcessExited, agent_names, slot_names, small, st.sampled_from([0, 1, -9, -15, roster.QUIET_EXIT])),
+    st.builds(ProcessExited, agent_names, slot_names, small, st.sampled_from([0, 1, -9, -15, advance.QUIET_EXIT])),
     st.builds(AgentArrived, st.integers(1, 30), st.sampled_from([AgentId(""), *AGENTS]), st.just("0.1.0"),
               st.just(()), st.integers(0, 2), st.booleans()),
     st.builds(AgentLost, agent_names, st.integers(1, 30)),
@@ -1257,7 +1259,7 @@ class Living(World):
             self.processes[slot] = admit.worker
             self.ready(admit.worker)
         if not admitted:
-            self.exit(slot, roster.QUIET_EXIT)
+            self.exit(slot, advance.QUIET_EXIT)
 
     def end(self, slot: str, status: int) -> None:
         name = self.processes.pop(slot, None)
@@ -1298,10 +1300,10 @@ def test_once_faults_stop_an_era_with_everybody_is_in_force(faults: list[tuple[s
                 world.processes.pop(slot)
             case "hang" if name:
                 world.silent.add(name)
-            case "drain" if len(slots.kept(world.state)) > 1:
+            case "drain" if len(processes.kept(world.state)) > 1:
                 world.feed(Drained(SlotId(slot)))
             case "join":
-                world.feed(Scaled(len(slots.kept(world.state)) + 1))
+                world.feed(Scaled(len(processes.kept(world.state)) + 1))
             case _:
                 world.live(0.5)
         world.live(0.25 * (place % 3))
@@ -1310,7 +1312,7 @@ def test_once_faults_stop_an_era_with_everybody_is_in_force(faults: list[tuple[s
         assert isinstance(world.state.course, Steady)
         there = {worker.name for worker, _ in members.members_of(world.state)}
         assert there == set(world.processes.values()) and there
-        assert len(there) == len(slots.kept(world.state))
+        assert len(there) == len(processes.kept(world.state))
     else:
         # All that held the state were lost at once, or all failed twice in the same way.
         assert isinstance(world.state.stage, Over)

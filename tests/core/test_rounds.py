@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from scenes import scenes
 
-from pliant.core import agreement, ledger, overlap, rounds
-from pliant.core.agreement import Mismatch
-from pliant.core.group import Group, Policy, Standing, founded
-from pliant.core.journal import ExchangeRecord, PhaseEndRecord, PhaseRecord, RoundRecord
+from pliant.core import consistency, ledger, rounds
+from pliant.core.consistency import Mismatch
+from pliant.core.group_state import Group, Policy, Standing, founded
+from pliant.core.journal.records import ExchangeRecord, PhaseEndRecord, PhaseRecord, RoundRecord
 from pliant.core.tickets import Flag, Kind, Ticket
+from pliant.core.tuning import delay
 from pliant.types import WorkerId
 
 
@@ -264,15 +265,15 @@ def test_an_open_batch_alone_is_the_reference_batch() -> None:
 def test_where_the_overlap_ends_nothing_is_dealt_to_who_goes_along() -> None:
     """It may have gone along with the very next round already, and would never draw what it is dealt for it."""
     roster = [WorkerId("w0"), WorkerId("w1")]
-    group = founded(Policy(24, floating=True, delay=overlap.AUTO), 1, roster)
-    opening = Ticket(1, 0, 0, Kind.TRAIN, Flag.OPENING, length=200, size=4, digest=agreement.digest(group))
+    group = founded(Policy(24, floating=True, delay=delay.AUTO), 1, roster)
+    opening = Ticket(1, 0, 0, Kind.TRAIN, Flag.OPENING, length=200, size=4, digest=consistency.digest(group))
     opened = rounds.opened(group, [opening] * 2)
     assert isinstance(opened, Group)
     held = ledger.give_back(ledger.unbounded(opened.phase.ledger), 1)
     alone = replace(opened.phase, present=(True, False), took_part=(True, False), ledger=held)
     group = replace(opened, open=(alone,), choice=replace(opened.choice, delay=1, turning=True))
     samples = ledger.samples_of(held.hands[0].queue[0])
-    enters = Ticket(1, 0, 1, Kind.TRAIN, Flag.READY | Flag.FOLLOWING, size=4, digest=agreement.digest(group))
+    enters = Ticket(1, 0, 1, Kind.TRAIN, Flag.READY | Flag.FOLLOWING, size=4, digest=consistency.digest(group))
     computes = replace(enters, flags=Flag.NONE, micro_batches=1, samples=samples, weight=float(samples), busy_s=0.01)
     decision = rounds.settled(group, [computes, enters])
     assert isinstance(decision, tuple)

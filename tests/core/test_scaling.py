@@ -1,11 +1,11 @@
-"""The loss scale is a function of the rounds alone: core.scaling."""
+"""The loss scale is a function of the rounds alone: core.tuning.loss_scale."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pliant.core.scaling import Scale, after
+from pliant.core.tuning.loss_scale import Scale, after
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5))

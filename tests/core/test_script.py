@@ -6,11 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from pliant.core import ledger
-from pliant.core.calls import calls_of
-from pliant.core.group import Group, OpenPhase, Past, Policy, founded
+from pliant.core.finished_calls import calls_of
+from pliant.core.group_state import Group, OpenPhase, Past, Policy, founded
 from pliant.core.tickets import Kind
-from pliant.runtime.script import Counted, Opening, Script
 from pliant.types import WorkerId
+from pliant.worker.script.calls import Counted, Opening, Script
 
 TRAIN = Opening(Kind.TRAIN, 0, Counted(8, 0), 2, 0)
 EVALUATE = Opening(Kind.EVALUATE, 0, Counted(8, 1), 2, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from pliant.core import standings
-from pliant.core.group import Policy, Standing, founded
+from pliant.core.group_state import Policy, Standing, founded
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import WorkerId
 

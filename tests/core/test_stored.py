@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from stored import lines, names, verdict, verdicts
 
-from pliant.core import journal
-from pliant.core.score import score
+from pliant.core.journal import records as journal
+from pliant.core.journal.trace import score
 
 
 def test_there_are_some_and_each_has_been_judged() -> None:

@@ -1,4 +1,4 @@
-"""From which round on a change of the trained set counts, and for whom: core.trained."""
+"""From which round on a change of the trained set counts, and for whom: core.trained_set."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pliant.bitmaps import bitmap, common, members
-from pliant.core import ledger, trained
-from pliant.core.agreement import Mismatch
-from pliant.core.group import Group, OpenPhase, Policy, founded
+from pliant.core import ledger, trained_set
+from pliant.core.consistency import Mismatch
+from pliant.core.group_state import Group, OpenPhase, Policy, founded
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import WorkerId
 
@@ -40,22 +40,22 @@ def ticket(of: bytes, *, micro_batches: int = 2, flags: Flag = Flag.NONE) -> Tic
     return Ticket(1, 0, 1, Kind.TRAIN, flags, micro_batches=micro_batches, trained=of, wanted=of)
 
 
-def decided(before: Group, tickets: list[Ticket]) -> tuple[Group, trained.Decision]:
-    decision = trained.decide(before, tickets)
+def decided(before: Group, tickets: list[Ticket]) -> tuple[Group, trained_set.Decision]:
+    decision = trained_set.decide(before, tickets)
     assert not isinstance(decision, Mismatch), decision
     return decision
 
 
 def test_what_all_carry_counts_at_once_where_nothing_overlaps() -> None:
     after, sets = decided(group(0), [ticket(NEW)] * 3)
-    assert sets == trained.Decision(NEW, NEW) and after.trained == NEW and after.unlike == 0
+    assert sets == trained_set.Decision(NEW, NEW) and after.trained == NEW and after.unlike == 0
 
 
 def test_with_an_overlap_the_agreed_layout_stays_for_one_more_round() -> None:
     after, sets = decided(group(1), [ticket(OTHER)] * 3)
-    assert sets == trained.Decision(OLD, OLD) and after.trained == OTHER
+    assert sets == trained_set.Decision(OLD, OLD) and after.trained == OTHER
     after, sets = decided(after, [ticket(OTHER)] * 3)
-    assert sets == trained.Decision(OTHER, OTHER)
+    assert sets == trained_set.Decision(OTHER, OTHER)
 
 
 @given(st.lists(SETS, min_size=3, max_size=3), st.sampled_from([0, 1]))
@@ -75,7 +75,7 @@ def test_an_update_touches_what_all_were_computed_for(sets: list[bytes], delay: 
 def test_a_contribution_that_was_begun_before_the_change_takes_away_what_it_lacks() -> None:
     begun = replace(ticket(OTHER), trained=OLD)
     after, sets = decided(group(0), [ticket(OTHER), begun, ticket(OTHER)])
-    assert sets == trained.Decision(OTHER, OLD) and after.trained == OTHER and after.unlike == 0
+    assert sets == trained_set.Decision(OTHER, OLD) and after.trained == OTHER and after.unlike == 0
 
 
 def test_who_contributes_nothing_takes_nothing_away() -> None:
@@ -85,12 +85,12 @@ def test_who_contributes_nothing_takes_nothing_away() -> None:
 
 def test_patience_ends_with_both_names_and_the_parameters() -> None:
     before = group(0)
-    for _ in range(trained.PATIENCE):
+    for _ in range(trained_set.PATIENCE):
         before, _ = decided(before, [ticket(OLD), ticket(NEW), ticket(OLD)])
-    answer: Any = trained.decide(before, [ticket(OLD), ticket(NEW), ticket(OLD)])
+    answer: Any = trained_set.decide(before, [ticket(OLD), ticket(NEW), ticket(OLD)])
     assert isinstance(answer, Mismatch) and answer.parameters == (0,)
     assert answer.reason.format(parameters="fc.weight").startswith("w0 trains fc.weight and w1 does not: ")
-    answer = trained.decide(before, [ticket(NEW), ticket(OTHER), ticket(NEW)])
+    answer = trained_set.decide(before, [ticket(NEW), ticket(OTHER), ticket(NEW)])
     assert answer.parameters == (0, 8) and answer.reason.startswith("w1 trains {parameters} and w0 does not")
     after, _ = decided(before, [ticket(NEW)] * 3)
     assert after.unlike == 0
@@ -99,27 +99,27 @@ def test_patience_ends_with_both_names_and_the_parameters() -> None:
 def test_followers_have_no_say() -> None:
     follower = ticket(OTHER, micro_batches=0, flags=Flag.FOLLOWING)
     after, sets = decided(group(0), [ticket(NEW), follower, ticket(NEW)])
-    assert sets == trained.Decision(NEW, NEW) and after.trained == NEW
+    assert sets == trained_set.Decision(NEW, NEW) and after.trained == NEW
     after, sets = decided(group(0), [follower] * 3)
-    assert sets == trained.Decision(OLD, OLD) and after.trained == OLD
+    assert sets == trained_set.Decision(OLD, OLD) and after.trained == OLD
 
 
 def test_who_has_just_begun_follows_those_who_ran_the_code() -> None:
     """A spare was not in the loop when the others froze a layer; its first contribution is of the old set."""
     before = group(0, took_part=(True, True, False))
     after, sets = decided(before, [ticket(NEW), ticket(NEW), ticket(OLD)])
-    assert sets == trained.Decision(OLD, NEW), "it has handed in at once"
+    assert sets == trained_set.Decision(OLD, NEW), "it has handed in at once"
     assert after.trained == NEW and after.unlike == 0
 
 
 def test_a_loop_begins_with_what_all_carry() -> None:
     blank = founded(Policy(24), 1, ROSTER)
     opening = [ticket(OLD, micro_batches=0, flags=Flag.OPENING)] * 3
-    after: Any = trained.opened(blank, opening)
+    after: Any = trained_set.opened(blank, opening)
     assert after.trained == OLD
-    unlike: Any = trained.opened(blank, [opening[0], replace(opening[0], wanted=NEW), opening[0]])
+    unlike: Any = trained_set.opened(blank, [opening[0], replace(opening[0], wanted=NEW), opening[0]])
     assert isinstance(unlike, Mismatch) and unlike.parameters == (0,)
-    later: Any = trained.opened(after, [replace(opening[0], wanted=NEW)] * 3)
+    later: Any = trained_set.opened(after, [replace(opening[0], wanted=NEW)] * 3)
     assert later.trained == NEW
 
 

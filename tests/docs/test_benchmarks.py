@@ -22,9 +22,9 @@ from benchmarks.worker import Span, count
 from torch import ones
 from torch.nn import Parameter
 
-from pliant.core import noise
-from pliant.runtime.update import Training
+from pliant.core.tuning import noise
 from pliant.tensors.gradients import Buffer
+from pliant.worker.training import Training
 
 MACHINE = Machine(cores=2, memory_gb=8.0, python="3.11", torch="2.13.0", system="Linux", load_before=0.0)
 

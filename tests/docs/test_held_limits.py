@@ -23,7 +23,7 @@ from benchmarks.results import Machine, Results, Trial, read
 from benchmarks.workload import Device, make_model
 from safetensors.torch import save_file
 
-from pliant.core import portions
+from pliant.core import portion_size
 
 MACHINE = Machine(cores=2, memory_gb=8.0, python="3.11", torch="2.13.0", system="Linux", load_before=0.0)
 
@@ -222,7 +222,7 @@ def test_a_coordinator_is_measured_without_what_it_does_not_load(monkeypatch: py
 @pytest.fixture
 def small_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MODEL", "small")
-    monkeypatch.setattr(portions, "SMALL_BYTES", 0)
+    monkeypatch.setattr(portion_size, "SMALL_BYTES", 0)
 
 
 @pytest.mark.usefixtures("small_newcomer")
@@ -235,8 +235,8 @@ def test_a_newcomer_is_measured_by_its_tensors(rounds: int) -> None:
 
 @pytest.mark.usefixtures("small_newcomer")
 def test_one_that_keeps_everything_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(portions.Portions, "is_full", lambda self, kept: False)
-    monkeypatch.setattr(portions.Portions, "fits", lambda self, size: True)
+    monkeypatch.setattr(portion_size.Portions, "is_full", lambda self, kept: False)
+    monkeypatch.setattr(portion_size.Portions, "fits", lambda self, size: True)
     found = limits.joined(8)
     assert found["copies"] > 6.0
     assert not judged("limits", "large", "newcomer", "copies", [found["copies"]])[0]

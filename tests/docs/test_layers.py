@@ -10,32 +10,35 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "pliant"
 
-BOTTOM = {"types", "errors", "bitmaps", "proof"}
+BOTTOM = {"types", "errors", "bitmaps", "auth"}
 SIBLINGS = {"core", "control", "tensors"}
+PARTIES = {"worker", "coordinator", "replay"}
 USER_SIDE = {"run", "data", "rates", "settings"}
 ALLOWED = {
-    "types": set[str](),
-    "errors": set[str](),
-    "bitmaps": set[str](),
-    "proof": set[str](),
+    **{layer: set[str]() for layer in BOTTOM},
+    "environment": BOTTOM,
     **dict.fromkeys(SIBLINGS, BOTTOM),
-    # The worker's side of runtime is moving here.
-    "worker": BOTTOM | SIBLINGS | {"runtime"},
-    "runtime": BOTTOM | SIBLINGS | {"worker", "coordinator"},
-    # So is the coordinator's.
-    "coordinator": BOTTOM | {"core", "control", "runtime"},
-    **dict.fromkeys(USER_SIDE, BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker"}),
+    "worker": BOTTOM | SIBLINGS | {"environment"},
+    # It stands in for the workers.
+    "replay": BOTTOM | SIBLINGS | {"worker"},
+    # Nothing of the workers: no torch.
+    "coordinator": BOTTOM | {"core", "control"},
+    "launch": BOTTOM | {"core", "control", "coordinator", "environment"},
+    **dict.fromkeys(USER_SIDE, BOTTOM | SIBLINGS | USER_SIDE | {"worker", "environment"}),
     # The package itself hands out the user side's names: in a worker at once, else on first use.
-    "pliant": BOTTOM | USER_SIDE | {"runtime", "worker"},
-    "launch": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker", "coordinator"},
+    "pliant": BOTTOM | USER_SIDE | {"worker", "environment"},
     # The command starts runs; the demo's scripts are users and import the package.
-    "ui": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker", "coordinator", "launch", "pliant"},
-    "testing": BOTTOM | SIBLINGS | USER_SIDE | {"runtime", "worker", "coordinator", "launch", "ui", "pliant"},
+    "ui": BOTTOM | SIBLINGS | USER_SIDE | PARTIES | {"environment", "launch", "pliant"},
+    "testing": BOTTOM | SIBLINGS | USER_SIDE | PARTIES | {"environment", "launch", "ui", "pliant"},
 }
 """layer → the layers it may import, besides itself"""
 
+MOST_FILES = 18
+"""in one folder: as many as somebody who looks for one reads through"""
+WITHOUT_TORCH = {"core", "control", "coordinator", "launch"}
+
 EFFECTS = {"torch", "numpy", "time", "random", "os", "socket", "threading", "logging", "asyncio"}
-ENVIRONMENT = "runtime/environment.py"
+ENVIRONMENT = "environment.py"
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 
 
@@ -86,16 +89,16 @@ def test_core_has_no_effects() -> None:
 
 
 WHOLE = {
-    ("arrivals", "agent_arrived"),
+    ("admission", "agent_arrived"),
     ("dealing", "contribution_limits"),
     ("dealing", "floating"),
     ("dealing", "without_crumbs"),
-    ("drawing", "made_up"),
-    ("endings", "living"),
+    ("allowance", "made_up"),
+    ("shutdown", "living"),
     ("ledger", "granted_samples"),
     ("ledger", "remaining"),
     # Only where a value is infinite or undefined, and so is the sum.
-    ("measures", "_added"),
+    ("evaluation", "_added"),
     ("noise", "contributed"),
     ("postscripts", "read"),
     ("reachability", "_busiest"),
@@ -123,10 +126,65 @@ def test_core_sums_floats_exactly_rounded() -> None:
     assert found == WHOLE, "these do not add any more"
 
 
-def test_control_needs_no_torch() -> None:
+def module_of(path: Path) -> str:
+    """The dotted name by which a file is imported."""
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def reached(start: str, graph: dict[str, set[str]]) -> set[str]:
+    """Everything that is imported with a module, at once or later."""
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += graph.get(name, set())
+    return found
+
+
+def imports() -> dict[str, set[str]]:
+    """module → the modules it names in imports, wherever in it; those of other projects by their first word.
+
+    The package itself is left out: it loads the user's side in a worker only (tests/process/test_launch.py starts a
+    launcher and a coordinator and looks).
+    """
+    own = {module_of(path) for path in modules()}
+    graph: dict[str, set[str]] = {}
     for path in modules():
-        if layer_of(path) == "control":
-            assert "torch" not in foreign(path), path
+        named: set[str] = set()
+        for name in imported(ast.parse(path.read_text()), path):
+            if name.split(".")[0] != "pliant":
+                named.add(name.split(".")[0])
+                continue
+            module = name if name in own else name.rpartition(".")[0]
+            packages = module.split(".")
+            named |= {".".join(packages[:length]) for length in range(2, len(packages) + 1)}
+        graph[module_of(path)] = named & own | {name for name in named if not name.startswith("pliant")}
+    return graph
+
+
+def test_coordinators_and_launchers_never_reach_torch() -> None:
+    """Not through any import, not even one within a function: torch takes seconds to load."""
+    graph = imports()
+    assert "torch" in reached("pliant.worker.loop", graph)
+    for path in modules():
+        if layer_of(path) in WITHOUT_TORCH:
+            assert "torch" not in reached(module_of(path), graph), path
+
+
+def test_no_folder_is_too_long_to_read_through() -> None:
+    for folder in {path.parent for path in modules()}:
+        assert len(list(folder.glob("*.py"))) <= MOST_FILES, folder
+
+
+def test_a_package_says_in_one_line_what_it_answers() -> None:
+    for path in modules():
+        if path.name == "__init__.py" and path.parent != SOURCE:
+            name = module_of(path).removeprefix("pliant.")
+            text = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
+            assert text.startswith((f"{name}: ", f"{name} ")) and len(text.split()) > 5, path
 
 
 def test_one_module_reads_the_environment() -> None:

@@ -11,7 +11,7 @@ import pytest
 from pages import README, ROOT, commands, options
 
 import pliant
-from pliant.runtime.environment import Job, environment_of
+from pliant.environment import Job, environment_of
 
 FACTS = {
     "batch", "clip_norm", "delay", "efficiency", "era", "grad_norm", "is_leader", "loss", "noise_scale", "progress",

@@ -12,16 +12,17 @@ from benchmarks.fuzz.control import RECORDS, SIGNATURE, VERSION, Session, Wire
 from benchmarks.fuzz.journals import chained
 from benchmarks.fuzz.surface import chance_of
 
-from pliant import proof
+from pliant import auth
 from pliant.control import app, messages
 from pliant.control import messages as m
-from pliant.control.gate import Gate
-from pliant.core import journal, members
-from pliant.core.audit import audit
+from pliant.control.limits import Gate
+from pliant.coordinator import recorder, store_relay
+from pliant.coordinator.status import Status
+from pliant.core.journal import records as journal
+from pliant.core.journal.audit import audit
+from pliant.core.membership import roster
 from pliant.errors import JournalError
-from pliant.runtime import formation, recording
-from pliant.runtime.status import Status
-from pliant.tensors import handoff, stream
+from pliant.tensors import framing, handoff
 
 DEEP = b"\x91" * 100_000 + b"\xc0"
 
@@ -72,11 +73,11 @@ def test_a_launcher_cannot_ask_for_more_than_there_can_be() -> None:
     assert [type(message) for message in wire.inbox] == [m.Refuse, m.Refuse]
     assert len(session.coordinator.state.slots) == 6
     assert session.coordinator.scale(10**9)[0] == 422
-    assert session.coordinator.scale(members.MOST_SLOTS)[0] == 200
+    assert session.coordinator.scale(roster.MOST_SLOTS)[0] == 200
 
 
 def test_exits_of_unknown_slots_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pliant.core.slots.MOST_SLOTS", 20)
+    monkeypatch.setattr("pliant.core.membership.processes.MOST_SLOTS", 20)
     session = training()
     for number in range(100):
         session.coordinator.agent_received(session.owner, m.Exited(f"x{number}", number, 1))
@@ -110,7 +111,7 @@ def test_no_worker_alone_says_when_the_others_are_dead(text: str) -> None:
 
 
 def test_records_out_of_order_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "EARLY_BYTES", 10_000)
+    monkeypatch.setattr(recorder, "EARLY_BYTES", 10_000)
     session = training()
     wire = hostile(session)
     for number in range(1000):
@@ -123,7 +124,7 @@ def test_records_out_of_order_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_keys_are_bounded_and_only_members_put_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formation, "KEYS_BYTES", 10_000)
+    monkeypatch.setattr(store_relay, "KEYS_BYTES", 10_000)
     session = training()
     attempt = session.coordinator._formation.attempt
     wire = hostile(session)
@@ -213,13 +214,13 @@ def test_a_state_with_a_key_twice_is_broken() -> None:
     """The second value took the place of a tensor that had been sent."""
     sent = io.BytesIO()
     skeleton = b'{"d":[["p0",{"t":["float32",[2]]}],["p0",-2]]}'
-    stream.write_frame(sent, msgspec.msgpack.encode(handoff._State(1, len(skeleton), 8)))
+    framing.write_frame(sent, msgspec.msgpack.encode(handoff._State(1, len(skeleton), 8)))
     for part in (skeleton, bytes(8)):
-        stream.write_chunks(sent, memoryview(part))
-    stream.write_frame(sent, b"whole")
+        framing.write_chunks(sent, memoryview(part))
+    framing.write_frame(sent, b"whole")
     sent.seek(0)
-    with pytest.raises(stream.Broken, match="the same key twice"):
-        handoff._read_answer(sent, stream.read_frame(sent))
+    with pytest.raises(framing.Broken, match="the same key twice"):
+        handoff._read_answer(sent, framing.read_frame(sent))
 
 
 class Deaf:
@@ -239,9 +240,9 @@ class Deaf:
         """Its proof, and then nothing."""
         if not self._spoke:
             self._spoke = True
-            nonce = proof.challenged(self._sent[0])
+            nonce = auth.challenged(self._sent[0])
             assert nonce is not None
-            return proof.answer("t", b"agent", nonce, bytes(32))
+            return auth.answer("t", b"agent", nonce, bytes(32))
         await asyncio.Event().wait()
         raise AssertionError("nobody speaks")
 

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.control import messages
-from pliant.core import journal, tickets
-from pliant.core.audit import audit
+from pliant.core import tickets
+from pliant.core.journal import records as journal
+from pliant.core.journal.audit import audit
 from pliant.errors import JournalError
-from pliant.tensors import handoff, stream
+from pliant.tensors import framing, handoff
 
 EXAMPLES = settings(max_examples=150)
 LEAVES = st.sampled_from(
@@ -80,11 +81,11 @@ def test_any_bytes_are_no_journal(text: bytes) -> None:
 def test_a_state_is_whole_or_broken(skeleton: Any, rest: bytes) -> None:
     text = msgspec.json.encode(skeleton)
     sent = io.BytesIO()
-    stream.write_chunks(sent, memoryview(text))  # type: ignore[arg-type]
+    framing.write_chunks(sent, memoryview(text))  # type: ignore[arg-type]
     reader = io.BytesIO(sent.getvalue() + rest)
     try:
         state = handoff._read_state(reader, handoff._State(1, len(text), len(rest)))
-    except stream.Broken:
+    except framing.Broken:
         return
     assert isinstance(state, dict)
 

@@ -18,9 +18,9 @@ from benchmarks.fuzz.schedule import SURFACES, opened, selection
 from benchmarks.fuzz.surface import Outcome, chance_of, hammer
 
 from pliant.control import messages
-from pliant.core import journal
-from pliant.runtime.formation import Formation
-from pliant.tensors import stream
+from pliant.coordinator.store_relay import Formation
+from pliant.core.journal import records as journal
+from pliant.tensors import framing
 
 INPUTS = {"control": 2400, "journal": 1200, "handoff": 3000, "ticket": 3000, "checkpoint": 2000, "socket": 200}
 GROWN_BYTES = 64 << 20
@@ -113,7 +113,7 @@ def test_a_coordinator_that_raises_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_coordinator_that_believes_any_era_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pliant.core.whereabouts.is_credible", lambda state, era: True)
+    monkeypatch.setattr("pliant.core.membership.reports.is_credible", lambda state, era: True)
     session = Session(chance_of("control", SEED, 0))
     session.train()
     session.say(session.hostile[0][0], messages.Entered(2**53, 0))
@@ -144,6 +144,6 @@ class Anything(bytes):
 
 
 def test_a_newcomer_that_overlooks_checksums_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream.zlib, "crc32", lambda data: 0)
+    monkeypatch.setattr(framing.zlib, "crc32", lambda data: 0)
     surface = HandoffSurface()
     assert any("a damaged state was taken over" in failure for failure in hammer(surface, 2000, SEED).failures)

@@ -14,12 +14,12 @@ from hypothesis import Phase, given, settings
 
 from habits.kept import KEPT
 from pliant.core import rounds
-from pliant.runtime.update import Training
 from pliant.tensors import lookahead, weights
 from pliant.testing.habits import Event, Habits, command, packed, strategies, threads, unpacked
 from pliant.testing.habits.reference import Mismatch
 from pliant.testing.habits.shrinking import shrunk
-from pliant.worker import predictions
+from pliant.worker.evaluation import predictions
+from pliant.worker.training import Training
 
 # Threads share the filters of warnings: a group that skips its first round advances the schedule before an update.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

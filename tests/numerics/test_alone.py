@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import pliant
-from pliant.worker.sample_order import Shuffled
+from pliant.worker.script.sample_order import Shuffled
 
 
 def dataset(samples: int, dtype: torch.dtype) -> TensorDataset:

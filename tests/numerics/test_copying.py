@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from numerics.trainings import training_of
-from pliant.core.group import Policy, founded
-from pliant.runtime import saving
-from pliant.runtime.eras import Handed
-from pliant.runtime.update import Training
-from pliant.tensors import copying
+from pliant.core.group_state import Policy, founded
+from pliant.tensors import background_copy
+from pliant.tensors.background_copy import Copying
 from pliant.tensors.checkpoint import Manifest
-from pliant.tensors.copying import Copying
 from pliant.types import WorkerId
+from pliant.worker import checkpoint_writer
+from pliant.worker.elastic.eras import Handed
+from pliant.worker.training import Training
 
 
 class Disk:
@@ -59,7 +59,7 @@ class Writer:
         self.disk = Disk()
         self.tasks: list[Later] = []
         self.now_s = 0.0
-        self.saving = saving.Saving(
+        self.saving = checkpoint_writer.Saving(
             self.disk,  # type: ignore[arg-type]
             "job",
             "1",
@@ -108,13 +108,13 @@ def same(found: Any, expected: list[Any]) -> bool:
 def pieces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the threads that have copied a piece, one for each."""
     made: list[str] = []
-    copyto = copying.np.copyto
+    copyto = background_copy.np.copyto
 
     def noted(*arguments: Any) -> None:
         made.append(threading.current_thread().name)
         copyto(*arguments)
 
-    monkeypatch.setattr(copying.np, "copyto", noted)
+    monkeypatch.setattr(background_copy.np, "copyto", noted)
     return made
 
 
@@ -161,7 +161,7 @@ def test_at_the_look_ahead_point_the_plain_weights_are_copied(move: str) -> None
     if move == "go":
         training.look_ahead(1.0)
     copy = Copying()
-    found = saving.takeover.copy_parameters(training, copy)
+    found = checkpoint_writer.catch_up.copy_parameters(training, copy)
     if move == "exchange":
         training.look_ahead(1.0)
         with training.plain():
@@ -212,7 +212,7 @@ def test_a_copy_that_does_not_fit_fails_the_checkpoint_alone(writer: Writer, mon
 
     writer.save()
     with monkeypatch.context() as patch:
-        patch.setattr(copying.np, "copyto", full)
+        patch.setattr(background_copy.np, "copyto", full)
         writer.update()
     writer.tasks[0].run()
     assert not writer.disk.written and "no room" in str(writer.tasks[0].failed)
@@ -236,7 +236,7 @@ def test_the_memory_is_made_ready_before_the_copy_begins(writer: Writer, pieces:
 
 def test_what_has_come_since_is_copied_elsewhere() -> None:
     sources = [torch.rand(5), torch.rand(3, 2), torch.rand(2000)]
-    room = copying.Room(sources[:2])
+    room = background_copy.Room(sources[:2])
     room.make()
     copy = Copying(room)
     found = copy.of(sources)
@@ -256,7 +256,7 @@ def test_no_memory_for_a_copy_is_said_and_tried_again(
     writer.now_s = 10.0
     writer.saving.prepare(writer.training)
     with monkeypatch.context() as patch:
-        patch.setattr(copying.np, "empty", full)
+        patch.setattr(background_copy.np, "empty", full)
         writer.tasks[0].run()
     writer.look()
     assert "no memory for a checkpoint (no room); training goes on" in capsys.readouterr().err
@@ -266,7 +266,7 @@ def test_no_memory_for_a_copy_is_said_and_tried_again(
 
 
 def test_two_threads_share_a_large_tensor(pieces: list[str]) -> None:
-    source = torch.arange(6 * copying._PIECE_BYTES // 4, dtype=torch.float32)
+    source = torch.arange(6 * background_copy._PIECE_BYTES // 4, dtype=torch.float32)
     copy = Copying()
     found = copy.of_tensor(source)
     other = threading.Thread(target=copy.finish, name="background")
@@ -282,7 +282,7 @@ def test_two_threads_share_a_large_tensor(pieces: list[str]) -> None:
 @pytest.mark.parametrize("ready", [False, True])
 def test_every_kind_of_tensor_is_copied(kind: torch.dtype, shape: tuple[int, ...], ready: bool) -> None:
     sources = [(torch.rand(shape) * 3).to(kind), (torch.rand(*shape, 4, 2) * 3).to(kind).transpose(-1, -2)]
-    room = copying.Room(sources)
+    room = background_copy.Room(sources)
     if ready:
         room.make()
     copy = Copying(room if ready else None)

@@ -14,11 +14,11 @@ from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import Dataset, TensorDataset
 
 import pliant
-from pliant.core.group import Past
+from pliant.core.group_state import Past
 from pliant.core.tickets import Kind
 from pliant.errors import PliantError
-from pliant.testing.together import Together, together
-from pliant.worker import measures, predictions
+from pliant.testing.threads import Together, together
+from pliant.worker.evaluation import measures, predictions
 
 COUNT = 41
 
@@ -155,7 +155,7 @@ def test_outputs_of_every_kind_come_back_in_the_order_of_the_dataset() -> None:
 
 
 def test_outputs_that_this_worker_does_not_have_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pliant.runtime.worker import Worker
+    from pliant.worker.loop import Worker
 
     whole = Worker.gathered
     monkeypatch.setattr(Worker, "gathered", lambda *a, **k: (whole(*a, **k) or [])[1::2])

@@ -1,4 +1,4 @@
-"""The digest of the weights: tensors.fingerprint."""
+"""The digest of the weights: tensors.digest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pliant.tensors.fingerprint import Fingerprint
+from pliant.tensors.digest import Fingerprint
 
 DTYPES = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16, torch.int8: torch.int8}
 

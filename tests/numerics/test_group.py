@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 import pliant
 from numerics import reference
-from pliant.core import overlap
 from pliant.core.tickets import Kind
+from pliant.core.tuning import delay
 from pliant.testing import Together, together
 
 SAMPLES = 203
@@ -214,16 +214,16 @@ def test_every_position_once_per_epoch() -> None:
 @pytest.mark.parametrize("batch", [24, pliant.Floating(24, at_most=36)])
 def test_a_delay_that_changes_keeps_the_weights_equal(batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the figures say, the other delay is better: it changes every other round."""
-    decided, seen = overlap.after, set[tuple[int, int]]()
+    decided, seen = delay.after, set[tuple[int, int]]()
 
     def noted(choice: Any, *arguments: Any, **settings: Any) -> Any:
         after, verdict = decided(choice, *arguments, **{**settings, "trial": 1})
         seen.add((choice.delay, after.delay))
         return after, verdict
 
-    monkeypatch.setattr(overlap, "_FIRST", 1)
-    monkeypatch.setattr(overlap, "_preferred", lambda choice: (1 - choice.delay, True))
-    monkeypatch.setattr(overlap, "after", noted)
+    monkeypatch.setattr(delay, "_FIRST", 1)
+    monkeypatch.setattr(delay, "_preferred", lambda choice: (1 - choice.delay, True))
+    monkeypatch.setattr(delay, "after", noted)
     _, _, record, states = trained(normed_model, sgd, batch=batch, delay="auto", epochs=4)
     assert_equal_everywhere(states)
     assert (0, 1) in seen and (1, 0) in seen

@@ -1,4 +1,4 @@
-"""The loss scale moves between rounds, and gradients do not notice: worker.loss_scale."""
+"""The loss scale moves between rounds, and gradients do not notice: worker.script.loss_scale."""
 
 from __future__ import annotations
 

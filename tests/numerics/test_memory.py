@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
-from pliant.tensors import memory
+from pliant.tensors import allocation
 from pliant.tensors.gradients import Buffer, Gradients
 from pliant.testing import Together, together
 
@@ -17,7 +17,7 @@ SHAPES = [(3, 5), (1 << 20, 2), (0,), ()]
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
 def test_fresh_tensors_have_the_shape_and_the_alignment_of_others(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    fresh = memory.fresh(shape, dtype)
+    fresh = allocation.fresh(shape, dtype)
     assert fresh.shape == shape
     assert fresh.dtype is dtype
     assert fresh.is_contiguous()
@@ -27,7 +27,7 @@ def test_fresh_tensors_have_the_shape_and_the_alignment_of_others(shape: tuple[i
 
 def test_a_copy_is_equal_and_its_own() -> None:
     for source in (torch.randn(1500, 1000), torch.randn(8, 4).t(), torch.tensor(3.0), torch.arange(5)):
-        copy = memory.copied(source)
+        copy = allocation.copied(source)
         assert torch.equal(copy, source)
         before = copy.clone()
         source.zero_()
@@ -35,7 +35,7 @@ def test_a_copy_is_equal_and_its_own() -> None:
 
 
 def test_a_copy_of_a_parameter_has_no_history() -> None:
-    assert not memory.copied(torch.nn.Parameter(torch.ones(2, 3))).requires_grad
+    assert not allocation.copied(torch.nn.Parameter(torch.ones(2, 3))).requires_grad
 
 
 def test_buffers_are_made_in_the_background_and_attached_at_the_first_use() -> None:
@@ -55,7 +55,7 @@ def test_views_lie_in_what_is_summed_wherever_its_memory_begins(monkeypatch: pyt
     def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         return torch.empty(shape[0] + offset, dtype=dtype, device=device)[offset:]
 
-    monkeypatch.setattr(memory, "fresh", fresh)
+    monkeypatch.setattr(allocation, "fresh", fresh)
     square = torch.nn.Parameter(torch.ones(3, 5, 4, 4).to(memory_format=torch.channels_last))
     buffer = Buffer([torch.nn.Parameter(torch.ones(7)), square, torch.nn.Parameter(torch.ones(4, 2))])
     (flat,) = buffer.flats

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import pliant
-from pliant.core import noise
 from pliant.core.tickets import Kind
+from pliant.core.tuning import noise
 from pliant.testing import Together, together
 
 SAMPLES, REFERENCE, EPOCHS = 600, 24, 2

@@ -15,10 +15,10 @@ from torch.utils.data import TensorDataset
 
 import pliant
 from numerics import reference
-from pliant.runtime.handing import HandingIn
-from pliant.tensors import parts
+from pliant.tensors import buckets
 from pliant.tensors.gradients import Buffer
 from pliant.testing import Together, together
+from pliant.worker.submit import HandingIn
 
 SIZES = (16, 7, 5)
 
@@ -127,7 +127,7 @@ def test_every_parameter_is_in_one_part_and_the_last_ones_come_first() -> None:
 
 def test_a_large_model_has_few_parts() -> None:
     shapes = [nn.Parameter(torch.empty(64, 1024)) for _ in range(300)]
-    assert len(parts.cut(shapes, {n: (65536 * n, 65536 * (n + 1)) for n in range(300)})) == 4
+    assert len(buckets.cut(shapes, {n: (65536 * n, 65536 * (n + 1)) for n in range(300)})) == 4
 
 
 def test_parts_are_told_of_in_their_order() -> None:
@@ -136,11 +136,11 @@ def test_parts_are_told_of_in_their_order() -> None:
     cut = Buffer(parameters).cut
     assert len(cut) == 3
     told: list[int] = []
-    with parts.watched(parameters, cut, told.append) as backward:
+    with buckets.watched(parameters, cut, told.append) as backward:
         loss_of(model, *dataset()[:8]).backward()
     assert told == [0, 1, 2] and not backward.twice
     told.clear()
-    with parts.watched(parameters, cut, told.append):
+    with buckets.watched(parameters, cut, told.append):
         # The last layer, which is in the first part, gets nothing.
         model[:-1](dataset()[:8][0]).sum().backward()
     assert told == []
@@ -152,8 +152,8 @@ def test_parts_are_told_of_in_their_order() -> None:
 def test_a_gradient_that_is_added_to_twice_is_noticed() -> None:
     layer = nn.Linear(6, 6)
     parameters = list(layer.parameters())
-    cut = [parts.Part(torch.float32, 0, 6, (1,)), parts.Part(torch.float32, 6, 42, (0,))]
-    with parts.watched(parameters, cut, lambda _: None) as backward:
+    cut = [buckets.Part(torch.float32, 0, 6, (1,)), buckets.Part(torch.float32, 6, 42, (0,))]
+    with buckets.watched(parameters, cut, lambda _: None) as backward:
         x = torch.randn(2, 6, requires_grad=True)
         for _ in range(2):
             x = checkpoint(layer, x, use_reentrant=True)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import pliant
-from pliant.core.members import CHECKPOINTS_KEPT
+from pliant.core.membership.roster import CHECKPOINTS_KEPT
 from pliant.errors import CheckpointError
-from pliant.runtime import saving
+from pliant.worker import checkpoint_writer
 
 
 class Crash(Exception):
@@ -34,7 +34,7 @@ class AtOnce:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving.Saving.__init__, "__defaults__", (AtOnce,))
+    monkeypatch.setattr(checkpoint_writer.Saving.__init__, "__defaults__", (AtOnce,))
 
 
 def trained(

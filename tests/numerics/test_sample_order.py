@@ -17,16 +17,16 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import pliant
-from pliant.core.calls import calls_of
-from pliant.core.group import FEISTEL, PERMUTATION, Past, Policy, founded
+from pliant.core.finished_calls import calls_of
+from pliant.core.group_state import FEISTEL, PERMUTATION, Past, Policy, founded
 from pliant.core.tickets import Kind
 from pliant.errors import CheckpointError, UsageError
-from pliant.runtime import saving
-from pliant.runtime.eras import Handed
 from pliant.tensors.checkpoint import Manifest
 from pliant.types import WorkerId
-from pliant.worker import sample_order
-from pliant.worker.sample_order import AsItIs, Given, Ordering, Permutation, Shuffled, epoch_order
+from pliant.worker import checkpoint_writer
+from pliant.worker.elastic.eras import Handed
+from pliant.worker.script import sample_order
+from pliant.worker.script.sample_order import AsItIs, Given, Ordering, Permutation, Shuffled, epoch_order
 
 BILLION = 10**9
 
@@ -274,14 +274,14 @@ def test_a_checkpoint_of_the_time_before_orders_had_names() -> None:
     group = replace(founded(Policy(8), 3, [w0]), past=calls_of(past), trained=b"\x01\xff")
     handed = Handed(group, 9, 1 << 70, False)
     written = json.loads(msgspec.json.encode(handed.packed(known=0)))
-    assert saving._handed(manifest(written)) == handed
+    assert checkpoint_writer._handed(manifest(written)) == handed
     written["group"]["past"] = json.loads(msgspec.json.encode(past))
     del written["group"]["policy"]["order"], written["calls"], written["known"]
-    found = saving._handed(manifest(written))
+    found = checkpoint_writer._handed(manifest(written))
     assert found == handed and found.group.policy.order == PERMUTATION
     written["group"]["past"] = [7]
     with pytest.raises(CheckpointError, match="of another version of Pliant"):
-        saving._handed(manifest(written))
+        checkpoint_writer._handed(manifest(written))
 
 
 def manifest(written: Any) -> Manifest:

@@ -17,11 +17,11 @@ from torch.utils.data import TensorDataset
 import pliant
 from numerics.trainings import training_of
 from pliant.core.tickets import Kind
-from pliant.runtime.takeover import META, Takeover, snapshot
-from pliant.runtime.update import Training
-from pliant.tensors import state
+from pliant.tensors import serialize
 from pliant.tensors.gradients import Buffer
 from pliant.testing import Together, together
+from pliant.worker.elastic.catch_up import META, Takeover, snapshot
+from pliant.worker.training import Training
 
 SAMPLES, REFERENCE = 203, 16
 STEPS = 2 * SAMPLES // REFERENCE
@@ -141,7 +141,7 @@ def test_a_schedulers_state_travels_without_pickle_and_goes_on(name: str, optimi
     (one, giving), (other, taking) = made(), made()
     for number in range(7):
         stepped(one, giving, number)
-    taking.load_state_dict(state.rebuilt(*state.flattened(giving.state_dict())))
+    taking.load_state_dict(serialize.rebuilt(*serialize.flattened(giving.state_dict())))
     other.param_groups[0].update({name: one.param_groups[0][name] for name in one.param_groups[0] if name != "params"})
     other.step()
     for number in range(7, 14):

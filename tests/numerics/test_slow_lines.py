@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from numerics.trainings import training_of
-from pliant.core import portions
-from pliant.runtime import takeover
-from pliant.runtime.takeover import Takeover
-from pliant.runtime.update import Training
+from pliant.core import portion_size
 from pliant.tensors.gradients import Buffer
+from pliant.worker.elastic import catch_up
+from pliant.worker.elastic.catch_up import Takeover
+from pliant.worker.training import Training
 
 
 class Clock:
@@ -43,7 +43,7 @@ class SlowLine:
         if self._waiting is None:
             return
         want, self._waiting = self._waiting, None
-        state = takeover.snapshot(self._donor.training, {"state": {}}, want)
+        state = catch_up.snapshot(self._donor.training, {"state": {}}, want)
         size = sum(_bytes(part) for part in state.values())
         self._answer = self._donor.exchange, state
         self._began, self._takes = Clock.now, size / self._donor.per_tick
@@ -149,7 +149,7 @@ def _training(sizes: Sequence[int], seed: int) -> Training:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models here are tiny, and no bound is below what they have."""
-    monkeypatch.setattr(portions, "SMALL_BYTES", 0)
+    monkeypatch.setattr(portion_size, "SMALL_BYTES", 0)
 
 
 def test_over_a_quick_line_all_of_it_comes_at_once() -> None:

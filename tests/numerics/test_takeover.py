@@ -13,16 +13,16 @@ from msgspec.structs import replace
 from torch import nn
 
 from numerics.trainings import training_of
-from pliant.core import portions
-from pliant.core.group import Group, OpenPhase, Policy, Standing, founded
+from pliant.core import portion_size
+from pliant.core.group_state import Group, OpenPhase, Policy, Standing, founded
 from pliant.core.ledger import Hand, Ledger
 from pliant.core.tickets import Kind
-from pliant.runtime.eras import Eras
-from pliant.runtime.place import Seat
-from pliant.runtime.takeover import META, STATE, Takeover, at_end_of, snapshot
 from pliant.tensors.buffers import Buffers
 from pliant.tensors.gradients import Buffer
 from pliant.types import WorkerId
+from pliant.worker.elastic.catch_up import META, STATE, Takeover, at_end_of, snapshot
+from pliant.worker.elastic.eras import Eras
+from pliant.worker.elastic.rendezvous import Seat
 
 
 class Line:
@@ -258,7 +258,7 @@ class Meanwhile:
         self.lines: list[Sending] = []
         self.takeover = Takeover(self.mine, {"state": {}}, self._connect)
         self.takeover.restart(["there"], 1, 10, keep=False)
-        self.bound = portions.COPIES * sum(p.nbytes for p in self.mine.parameters)
+        self.bound = portion_size.COPIES * sum(p.nbytes for p in self.mine.parameters)
         self.snapshots: dict[int, dict[str, Any]] = {}
         self.exchange = 10
 
@@ -309,7 +309,7 @@ class Meanwhile:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(portions, "SMALL_BYTES", 0)
+    monkeypatch.setattr(portion_size, "SMALL_BYTES", 0)
 
 
 @pytest.mark.usefixtures("small")

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import pliant
 from pliant.testing import Together, together
-from pliant.worker.sample_order import epoch_order
+from pliant.worker.script.sample_order import epoch_order
 
 torch.manual_seed(5)
 X, Y = torch.randn(96, 6, dtype=torch.float64), torch.randint(0, 3, (96,))

@@ -12,8 +12,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from pliant.core.group import Group, Policy, founded
-from pliant.runtime.views import Handing, Views
+from pliant.core.group_state import Group, Policy, founded
+from pliant.replay.buffers import Handing, Views
 from pliant.tensors.buffers import Buffers
 from pliant.types import WorkerId
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pliant.runtime.update import Training
+from pliant.worker.training import Training
 
 
 def training_of(

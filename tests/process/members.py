@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from pliant.tensors import group as groups
+from pliant.tensors.process_group import gloo as groups
 
 MEMBERS = 4
 """of every group: the last place is the victims', where there is one"""

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import pliant
-from pliant.core import journal
+from pliant.core.journal import records as journal
 
 LIMIT_S = 200.0
 """Far above what any of these takes; only a hang reaches it."""
@@ -186,7 +186,7 @@ def coordinator_of(run: Running) -> int:
     (found,) = [
         pid
         for pid in processes_in(run.directory)
-        if b"pliant.launch.coordinating" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"pliant.launch.coordinator_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     return found
 

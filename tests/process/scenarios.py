@@ -11,7 +11,7 @@ from typing import Any
 
 from running import Launcher, Running, records
 
-from pliant.core.journal import EndRecord, EraRecord, ExchangeRecord, PhaseEndRecord, PhaseRecord, RoundRecord
+from pliant.core.journal.records import EndRecord, EraRecord, ExchangeRecord, PhaseEndRecord, PhaseRecord, RoundRecord
 
 SCRIPT = Path(__file__).parent / "scripts" / "elastic.py"
 TALLIED = 96

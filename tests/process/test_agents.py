@@ -24,14 +24,14 @@ from running import LIMIT_S, Launcher, Running, gone, heard_here, processes_in
 from test_launch import PRELUDE as PRELUDE_OF_MEMBERS
 from websockets.asyncio.server import Server, ServerConnection, serve
 
-from pliant import proof
+from pliant import auth
 from pliant.control import messages
-from pliant.control.agent import Unreachable
-from pliant.control.door import WRONG_TOKEN
+from pliant.control.agent_link import Unreachable
+from pliant.control.handshake import WRONG_TOKEN
+from pliant.coordinator.status import Status
 from pliant.errors import PliantError, Refused
-from pliant.launch import agent, local
-from pliant.launch.notices import noticed
-from pliant.runtime.status import Status
+from pliant.launch import launcher, local
+from pliant.launch.preemption import noticed
 
 pytestmark = pytest.mark.slow
 
@@ -100,9 +100,9 @@ class Canned:
         self.connection.transport.abort()
 
     async def _keep(self, connection: ServerConnection) -> None:
-        nonce = bytes(proof.NONCE_BYTES)
-        await connection.send(proof.challenge(nonce))
-        shown = proof.confirmation(TOKEN, b"agent", nonce, await connection.recv(decode=False))
+        nonce = bytes(auth.NONCE_BYTES)
+        await connection.send(auth.challenge(nonce))
+        shown = auth.confirmation(TOKEN, b"agent", nonce, await connection.recv(decode=False))
         if shown is None:
             await connection.close(WRONG_TOKEN)
             return
@@ -241,7 +241,7 @@ while True:
 
 
 def test_a_coordinator_gone_for_good_ends_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "RECONNECT_S", 0.5)
+    monkeypatch.setattr(launcher, "RECONNECT_S", 0.5)
 
     async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.Outcome]) -> None:
         await canned.enlisted("w0")
@@ -257,7 +257,7 @@ def test_a_coordinator_gone_for_good_ends_the_workers(tmp_path: Path, monkeypatc
 
 
 def test_workers_that_ended_well_need_no_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "IDLE_RECONNECT_S", 0.3)
+    monkeypatch.setattr(launcher, "IDLE_RECONNECT_S", 0.3)
 
     async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.Outcome]) -> None:
         await canned.enlisted("w0")
@@ -273,7 +273,7 @@ def test_workers_that_ended_well_need_no_last_word(tmp_path: Path, monkeypatch: 
 def test_signals_are_told_and_end_everything_without_a_coordinator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent, "ALONE_S", 0.3)
+    monkeypatch.setattr(launcher, "ALONE_S", 0.3)
 
     async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.Outcome]) -> None:
         await canned.enlisted("w0")
@@ -294,7 +294,7 @@ def test_signals_are_told_and_end_everything_without_a_coordinator(
 
 
 def test_the_third_signal_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "ALONE_S", 10 * LIMIT_S)
+    monkeypatch.setattr(launcher, "ALONE_S", 10 * LIMIT_S)
 
     async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.Outcome]) -> None:
         await canned.enlisted("w0")
@@ -328,7 +328,7 @@ def test_a_notice_is_told_once(tmp_path: Path) -> None:
 
 
 def test_a_notice_command_that_hangs_or_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pliant.launch.notices.COMMAND_S", 0.3)
+    monkeypatch.setattr("pliant.launch.preemption.COMMAND_S", 0.3)
     monkeypatch.chdir(tmp_path)
     warnings: list[str] = []
 
@@ -413,7 +413,7 @@ def started(launch: Launcher, workers: int = 2) -> Running:
 def coordinator_of(run: Running) -> int:
     """Its pid: the one process of the run that is neither the launcher nor a worker."""
     for pid in processes_in(run.directory):
-        if b"pliant.launch.coordinating" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"pliant.launch.coordinator_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
     raise AssertionError("there is no coordinator")
 

@@ -10,7 +10,7 @@ import pytest
 from running import QUICK, Launcher
 from typer.testing import CliRunner
 
-from pliant.core import journal
+from pliant.core.journal import records as journal
 from pliant.ui.cli import app
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import socket
 import pytest
 from running import QUICK, Launcher, Running, gone, records
 
-from pliant.core.journal import EndRecord, RoundRecord
+from pliant.core.journal.records import EndRecord, RoundRecord
 
 pytestmark = pytest.mark.slow
 
@@ -358,7 +358,7 @@ def test_a_group_left_in_the_middle_of_a_sum_keeps_no_process(launch: Launcher) 
     """gloo's destructor waits for a sum that nobody completes any more."""
     script = """
 import threading
-from pliant.tensors.group import Gloo
+from pliant.tensors.process_group.gloo import Gloo
 
 class Channel:
     def __init__(self):

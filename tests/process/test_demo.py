@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from running import hearing
 
-from pliant.core import journal
+from pliant.core.journal import records as journal
 from pliant.ui.demo import pliant_result
 
 pytestmark = pytest.mark.slow

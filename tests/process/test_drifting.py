@@ -7,7 +7,7 @@ import json
 import pytest
 from running import QUICK, Launcher, Running, records, searched
 
-from pliant.core.journal import EndRecord, EraRecord, RoundRecord
+from pliant.core.journal.records import EndRecord, EraRecord, RoundRecord
 
 pytestmark = pytest.mark.slow
 

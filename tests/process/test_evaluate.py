@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from running import QUICK, Launcher, records, shared_out
 
-from pliant.core.journal import EraRecord, ExchangeRecord, PhaseEndRecord
+from pliant.core.journal.records import EraRecord, ExchangeRecord, PhaseEndRecord
 
 pytestmark = pytest.mark.slow
 

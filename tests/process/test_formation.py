@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import pytest
 from running import QUICK, Launcher, Running, records
 
-from pliant.core import journal
+from pliant.core.journal import records as journal
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from running import QUICK, Launcher, Running, records
 
-from pliant.core.journal import EndRecord, RoundRecord
+from pliant.core.journal.records import EndRecord, RoundRecord
 
 pytestmark = pytest.mark.slow
 
@@ -233,7 +233,7 @@ PLAIN = """
 
 def test_a_script_that_does_not_join_is_told_of_while_it_runs(launch: Launcher) -> None:
     (launch.directory / "train.py").write_text(launch.prelude + "\nif True:\n" + PLAIN)
-    soon = "import pliant.launch.agent as agent; agent.JOIN_S = 1.0; from pliant.ui.cli import main; main()"
+    soon = "import pliant.launch.launcher as agent; agent.JOIN_S = 1.0; from pliant.ui.cli import main; main()"
     run = launch.python("-W", "error", "-c", soon, "run", "-n", "2", "--dir", "job", "train.py")
     said = run.until("without calling pliant.join")
     assert said.startswith("pliant: w") and " run for 1 s without" in said, said
@@ -257,7 +257,7 @@ with pliant.join(model, optimizer, batch=16) as run:
     )
     # What is a minute else is over for a worker that has joined when the screen shows the first rounds.
     soon = (
-        "import pliant.launch.agent as agent; agent.JOIN_S = 60.0\n"
+        "import pliant.launch.launcher as agent; agent.JOIN_S = 60.0\n"
         "def progress(self, status, old=agent.Agent._carry_out):\n"
         "    end = old(self, status)\n"
         "    agent.JOIN_S = 0.0 if self.status.rounds else 60.0\n"

@@ -8,8 +8,8 @@ import pytest
 from running import processes_in
 
 from habits.kept import KEPT_PROCESSES, SLOW_PROCESSES
-from pliant.core.journal import EraRecord
-from pliant.runtime.journaling import history
+from pliant.coordinator.journal import history
+from pliant.core.journal.records import EraRecord
 from pliant.testing.habits import Habits, command, processes
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ import socket
 import pytest
 from running import QUICK, Launcher, records
 
-from pliant.core.journal import EndRecord, EraRecord
+from pliant.core.journal.records import EndRecord, EraRecord
 
 SCRIPT = (
     QUICK

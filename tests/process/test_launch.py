@@ -15,19 +15,19 @@ from pathlib import Path
 import pytest
 from running import LIMIT_S, Launcher, coordinator_of, gone, processes_in, records, remove
 
-from pliant.core import journal
-from pliant.launch import asking, directory, local
+from pliant.core.journal import records as journal
+from pliant.launch import local, requests, run_directory
 
 pytestmark = pytest.mark.slow
 
 PRELUDE = """
 import os, signal, subprocess, sys, threading, time
 from importlib.metadata import version
-from pliant.control.client import Link, Position
+from pliant.control.link import Link, Position
 from pliant.control.messages import Signature
-from pliant.core import journal
-from pliant.core.endings import QUIET_EXIT
-from pliant.runtime.environment import current_job
+from pliant.core.journal import records as journal
+from pliant.core.membership.shutdown import QUIET_EXIT
+from pliant.environment import current_job
 from pliant.errors import PliantError, RunEnded, Stopped
 job = current_job()
 
@@ -356,7 +356,7 @@ def test_status_and_metrics_need_the_token(launch: Launcher) -> None:
         # The token itself opens nothing: whoever sends it has given it away.
         for wrong in ("wrong", token):
             assert ask(address, path, {"Authorization": f"Bearer {wrong}"})[0] == 403
-    answer = asking.get(directory.access(run.directory / "job"), "/status")
+    answer = requests.get(run_directory.access(run.directory / "job"), "/status")
     assert [worker["state"] for worker in json.loads(answer)["workers"]] == ["training", "training"]
     # What Prometheus sends opens the numbers and nothing else.
     numbers = (run.directory / "job" / "metrics-token").read_text().strip()
@@ -485,7 +485,7 @@ def test_bad_input_costs_one_line(launch: Launcher, words: tuple[str, ...], stat
     assert len(run.lines) == 1 and said in run.output
 
 
-@pytest.mark.parametrize("module", ["ui.cli", "launch.agent", "launch.coordinating"])
+@pytest.mark.parametrize("module", ["ui.cli", "launch.launcher", "launch.coordinator_process"])
 def test_neither_launcher_nor_coordinator_imports_torch(module: str) -> None:
     code = f"import sys, pliant.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,7 +11,7 @@ import pytest
 from running import Launcher, Running, coordinator_of, records, remove, wait_for
 from scenarios import Scenario, check, fault, start
 
-from pliant.core import journal
+from pliant.core.journal import records as journal
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from running import QUICK, Launcher, records
 
-from pliant.core.audit import audit
-from pliant.core.journal import EraRecord
+from pliant.core.journal.audit import audit
+from pliant.core.journal.records import EraRecord
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ import textwrap
 import pytest
 from running import QUICK, Launcher, Running, records, searched
 
-from pliant.core.audit import audit
-from pliant.core.journal import RoundRecord
+from pliant.core.journal.audit import audit
+from pliant.core.journal.records import RoundRecord
 
 pytestmark = pytest.mark.slow
 

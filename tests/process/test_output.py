@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pliant.core import journal
+from pliant.coordinator.status import Tally
+from pliant.core.journal import records as journal
+from pliant.environment import Job, environment_of, job_from
 from pliant.errors import UsageError
 from pliant.launch.output import LastError, LineSplitter, SeenTracebacks, TracebackFilter, is_transports
 from pliant.launch.process import WorkerProcess
-from pliant.runtime.environment import Job, environment_of, job_from
-from pliant.runtime.status import Tally
 from pliant.ui import progress
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "train.py", line 1', "ValueError: wrong"]

@@ -11,8 +11,8 @@ import pytest
 from running import Launcher, Running, records, shared_out
 from safetensors.torch import load_file, save_file
 
-from pliant.core import journal
-from pliant.core.journal import EraRecord, RewindRecord, RoundRecord
+from pliant.core.journal import records as journal
+from pliant.core.journal.records import EraRecord, RewindRecord, RoundRecord
 from pliant.core.tickets import Flag
 
 pytestmark = pytest.mark.slow

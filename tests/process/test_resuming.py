@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from running import Launcher, Running, gone, records
 
-from pliant.core import journal
-from pliant.core.audit import audit
+from pliant.core.journal import records as journal
+from pliant.core.journal.audit import audit
 
 pytestmark = pytest.mark.slow
 

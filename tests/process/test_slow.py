@@ -8,7 +8,7 @@ import pytest
 from running import QUICK, Launcher, records
 from safetensors import safe_open
 
-from pliant.core.journal import EraRecord, RoundRecord
+from pliant.core.journal.records import EraRecord, RoundRecord
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 from running import QUICK, Launcher, Running, gone, records, searched
 
-from pliant.core.journal import RoundRecord
+from pliant.core.journal.records import RoundRecord
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 import pytest
 from running import QUICK, Launcher, Running, records
 
-from pliant.core.journal import ExchangeRecord, PhaseEndRecord, PhaseRecord, RoundRecord
+from pliant.core.journal.records import ExchangeRecord, PhaseEndRecord, PhaseRecord, RoundRecord
 
 pytestmark = pytest.mark.slow
 

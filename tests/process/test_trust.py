@@ -16,8 +16,8 @@ from running import QUICK, Launcher, plain_environment, records
 from test_launch import PRELUDE as PRELUDE_OF_MEMBERS
 
 from pliant.errors import Refused
-from pliant.launch import asking, certificates
-from pliant.launch.directory import access
+from pliant.launch import certificates, requests
+from pliant.launch.run_directory import access
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,7 @@ def test_a_run_under_tls(launch: Launcher) -> None:
         (replace(there, token="wrong"), "refused the token"),
     ):
         with pytest.raises(Refused, match=said):
-            asking.get(wrong, "/events")
+            requests.get(wrong, "/events")
     log = (run.directory / "job" / "logs" / "coordinator.log").read_text()
     assert "refused GET /events from 127.0.0.1: it does not know the job token" in log
     join = ("run", "--join", address, "--token-file", "job/token", "-n", "1", "--dir", "guest")

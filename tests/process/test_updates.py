@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from running import QUICK, Launcher, records, searched
 
-from pliant.core.journal import PhaseRecord, RoundRecord
+from pliant.core.journal.records import PhaseRecord, RoundRecord
 
 pytestmark = pytest.mark.slow
 
@@ -172,7 +172,7 @@ def test_a_worker_that_is_late_does_not_run_the_code_after_the_loop(launch: Laun
     run = launch(
         """
         if Path("killed").exists() and SLOT == "w1":
-            from pliant.runtime.takeover import Takeover
+            from pliant.worker.elastic.catch_up import Takeover
             def never(self, exchange):
                 Path("taking-over").touch()
             Takeover.pursue = never

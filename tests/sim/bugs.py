@@ -13,21 +13,22 @@ from weakref import WeakSet
 
 from msgspec.structs import replace
 
-import pliant.core.eras
-import pliant.core.roster
-from pliant.control.client import Link
-from pliant.core import arrivals, formations, ledger, losses, reachability, regrouping, whereabouts
-from pliant.core.members import Member, with_standing, worker_of
+import pliant.core.membership.advance
+import pliant.core.membership.eras
+from pliant.control.link import Link
+from pliant.core import ledger, regrouping
+from pliant.core.membership import admission, failed_formations, liveness, reachability, reports
+from pliant.core.membership.roster import Member, with_standing, worker_of
 from pliant.core.regrouping import Entry
-from pliant.runtime.bounds import Bounds
-from pliant.runtime.eras import Eras
-from pliant.runtime.handing import HandingIn
-from pliant.runtime.place import EraBroken, Evicted, Place
-from pliant.runtime.takeover import Takeover
-from pliant.runtime.update import Training
-from pliant.runtime.witness import Reporter
-from pliant.runtime.work import Work
-from pliant.runtime.worker import Worker
+from pliant.worker.draw import Bounds
+from pliant.worker.elastic.catch_up import Takeover
+from pliant.worker.elastic.eras import Eras
+from pliant.worker.elastic.rendezvous import EraBroken, Evicted, Place
+from pliant.worker.in_flight import Work
+from pliant.worker.journal import Reporter
+from pliant.worker.loop import Worker
+from pliant.worker.submit import HandingIn
+from pliant.worker.training import Training
 
 Patch = tuple[Any, str, Any]
 
@@ -58,8 +59,8 @@ def skip_void() -> list[Patch]:
 
 def reuse_attempt() -> list[Patch]:
     """Every group is formed under the same number."""
-    numbers = pliant.core.eras._numbers
-    return [(pliant.core.eras, "_numbers", lambda state: (numbers(state)[0], 1))]
+    numbers = pliant.core.membership.eras._numbers
+    return [(pliant.core.membership.eras, "_numbers", lambda state: (numbers(state)[0], 1))]
 
 
 def settle_after_stopped() -> list[Patch]:
@@ -121,13 +122,13 @@ def early_lines() -> list[Patch]:
 
 def early_eviction() -> list[Patch]:
     """A new coordinator evicts whoever has not come back at once."""
-    resumed = pliant.core.roster.resumed
+    resumed = pliant.core.membership.advance.resumed
 
     def impatient(*arguments: Any) -> Any:
         state = resumed(*arguments)
         return replace(state, patient_until_s=0.0, trusting_until_s=0.0)
 
-    return [(pliant.core.roster, "resumed", impatient), (losses, "RECONNECT_S", 0.0)]
+    return [(pliant.core.membership.advance, "resumed", impatient), (liveness, "RECONNECT_S", 0.0)]
 
 
 def leaver_draws_on() -> list[Patch]:
@@ -197,7 +198,7 @@ def failed_plan_breaks() -> list[Patch]:
 
 def nobody_left_out() -> list[Patch]:
     """Formations fail with the same members again and again."""
-    return [(formations, "sifted", lambda state, now_s: (state, ()))]
+    return [(failed_formations, "sifted", lambda state, now_s: (state, ()))]
 
 
 def tried_at_once() -> list[Patch]:
@@ -218,7 +219,7 @@ def forgets_weights() -> list[Patch]:
 
 def link_knows_better() -> list[Patch]:
     """What a link that has come back tells counts for more than what its worker said when it stopped."""
-    with_era_of = whereabouts.with_era_of
+    with_era_of = reports.with_era_of
 
     def believed(state: Any, worker: Any, era: int, exchange: int, active: bool | None, now_s: float) -> Any:
         state = with_era_of(state, worker, era, exchange, active, now_s)
@@ -227,7 +228,7 @@ def link_knows_better() -> list[Patch]:
             return state
         return with_standing(state, now, replace(now.standing, active=active))
 
-    return [(arrivals, "with_era_of", believed)]
+    return [(admission, "with_era_of", believed)]
 
 
 def leads_on() -> list[Patch]:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pliant.core.group import Group, Policy, founded
+from pliant.core.group_state import Group, Policy, founded
 from pliant.core.tickets import Flag, Kind, Ticket
-from pliant.testing.checks import Checker, Violation
-from pliant.testing.virtual import World
+from pliant.testing.clock import World
+from pliant.testing.invariants import Checker, Violation
 from pliant.types import WorkerId
 
 ROSTER = tuple(WorkerId(f"w{member}") for member in range(3))

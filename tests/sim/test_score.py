@@ -8,9 +8,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from pliant.core import journal
-from pliant.core.journal import EraRecord, Record, RoundRecord, TicketLine
-from pliant.core.score import Bodies, Update, gaps, score
+from pliant.core.journal import records as journal
+from pliant.core.journal.records import EraRecord, Record, RoundRecord, TicketLine
+from pliant.core.journal.trace import Bodies, Update, gaps, score
 from pliant.errors import JournalError
 from pliant.testing.scenes import drawn
 from pliant.testing.simulation import Simulation

@@ -30,9 +30,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from pliant import proof
-from pliant.control.door import WRONG_TOKEN
-from pliant.control.gate import PROOF_S, Gate
+from pliant import auth
+from pliant.control.handshake import WRONG_TOKEN
+from pliant.control.limits import PROOF_S, Gate
 from pliant.control.messages import (
     FromAgent,
     FromCoordinator,
@@ -42,7 +42,7 @@ from pliant.control.messages import (
     decode_from_worker,
     encode,
 )
-from pliant.control.port import ADMITTED
+from pliant.control.server import ADMITTED
 
 WORKER_FRAME_BYTES = 16 << 20
 """Journal lines come in frames of about 1 MiB; a model's signature has some 100 bytes per parameter."""
@@ -226,15 +226,15 @@ def application(desk: Desk, token: str, gate: Gate) -> Starlette:
                 return _line(413, f"a wish has at most {BODY_BYTES} bytes")
             if bearer and _bears(request, bearer):
                 return await answer(request, body)
-            given = proof.authorized(request.headers.get("authorization", ""))
+            given = auth.authorized(request.headers.get("authorization", ""))
             if given is None or not _asked_by_a_friend(request, body, token, *given):
                 await asyncio.sleep(gate.failed(_address(request), f"{request.method} {request.url.path}"))
                 return _line(403, "the job token is missing or wrong; it is in the run directory")
             if not nonces.spent(given[0]):
                 return _line(401, "the nonce is not of this coordinator, too old, or was used before; ask for another")
             response = await answer(request, body)
-            shown = proof.answer_proof(token, given[0], given[1], response.status_code, bytes(response.body))
-            response.headers[proof.ANSWER_HEADER] = shown.hex()
+            shown = auth.answer_proof(token, given[0], given[1], response.status_code, bytes(response.body))
+            response.headers[auth.ANSWER_HEADER] = shown.hex()
             return response
 
         return ask
@@ -246,7 +246,7 @@ def application(desk: Desk, token: str, gate: Gate) -> Starlette:
             Route("/nonce", nonce),
             Route("/status", guarded(status)),
             Route("/events", guarded(events)),
-            Route("/metrics", guarded(metrics, bearer=proof.metrics_token(token))),
+            Route("/metrics", guarded(metrics, bearer=auth.metrics_token(token))),
             Route("/scale", guarded(scale), methods=["POST"]),
             Route("/drain", guarded(drain), methods=["POST"]),
         ]
@@ -283,7 +283,7 @@ class Nonces:
         return True
 
     def _seal(self, content: bytes) -> bytes:
-        return proof.proof(self._secret, b"nonce", content)[:16]
+        return auth.proof(self._secret, b"nonce", content)[:16]
 
 
 async def _serve(socket: WebSocket, token: str, gate: Gate, peer: Peer, role: _Role[Message]) -> None:
@@ -321,11 +321,11 @@ async def _serve(socket: WebSocket, token: str, gate: Gate, peer: Peer, role: _R
 
 async def _is_proven(socket: WebSocket, token: str, gate: Gate, role: bytes) -> bool:
     """Challenge, answer, confirmation; a wrong answer closes the connection."""
-    nonce = secrets.token_bytes(proof.NONCE_BYTES)
-    await socket.send_bytes(proof.challenge(nonce))
+    nonce = secrets.token_bytes(auth.NONCE_BYTES)
+    await socket.send_bytes(auth.challenge(nonce))
     async with asyncio.timeout(PROOF_S):
         answer = await socket.receive_bytes()
-    confirmation = proof.confirmation(token, role, nonce, answer)
+    confirmation = auth.confirmation(token, role, nonce, answer)
     if confirmation is None:
         await asyncio.sleep(gate.failed(_address(socket), f"a {'launcher' if role == b'agent' else 'worker'}"))
         await socket.close(WRONG_TOKEN, "wrong token")
@@ -374,7 +374,7 @@ def _address(connection: HTTPConnection) -> str:
 
 def _asked_by_a_friend(request: Request, body: bytes, token: str, nonce: bytes, own: bytes, given: bytes) -> bool:
     query = f"?{request.url.query}" if request.url.query else ""
-    expected = proof.request_proof(token, nonce, own, request.method, request.url.path + query, body)
+    expected = auth.request_proof(token, nonce, own, request.method, request.url.path + query, body)
     return hmac.compare_digest(given, expected)
 
 

@@ -1,1 +1,1 @@
-"""The coordinator's process: what it keeps of a run, and where."""
+"""coordinator: What does the coordinator's process do with what it hears, and what does it keep?"""

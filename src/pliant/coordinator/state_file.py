@@ -14,8 +14,8 @@ from typing import Protocol
 
 import msgspec
 
-from pliant.coordinator.account import VERSION, Saved
-from pliant.core import journal
+from pliant.coordinator.journal_summary import VERSION, Saved
+from pliant.core.journal import records as journal
 from pliant.errors import JournalError
 
 STATE = "state.json"

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from pliant.core import ledger as positions
 from pliant.core.ledger import Ledger
-from pliant.core.pace import Pacing
 from pliant.core.shares import apportion, cut, entitlements, shares
+from pliant.core.tuning.pace import Pacing
 
 # What an open batch deals ahead, in rounds: the contribution in progress, the next one, and as much again for
 # a round that takes twice as long because somebody slowed down.

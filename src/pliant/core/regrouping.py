@@ -14,9 +14,10 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from pliant.core import drawing, ledger, overlap, pace
-from pliant.core.group import Group, OpenPhase, Standing
+from pliant.core import allowance, ledger
+from pliant.core.group_state import Group, OpenPhase, Standing
 from pliant.core.tickets import Kind, Point
+from pliant.core.tuning import delay, pace
 from pliant.types import WorkerId
 
 
@@ -52,10 +53,10 @@ def switched(group: Group, era: int, roster: Sequence[WorkerId]) -> Group:
         group = replace(group, open=(*group.open[:-1], phase))
     if any(before.phase.ledger.hands[place].queue for place in unused) and not phase.seen:
         # Somebody has gone without a word.
-        phase = replace(phase, ledger=drawing.made_up(group, phase, spares=True))
-        return drawing.dealt(replace(group, open=(*group.open[:-1], phase)))
+        phase = replace(phase, ledger=allowance.made_up(group, phase, spares=True))
+        return allowance.dealt(replace(group, open=(*group.open[:-1], phase)))
     # With an overlap the contribution in progress has to be dealt before anybody is ready: it may have gone along.
-    return drawing.dealt(group) if group.overlap and not before.overlap else group
+    return allowance.dealt(group) if group.overlap and not before.overlap else group
 
 
 def regrouped(group: Group, era: int, roster: Sequence[WorkerId], entries: Sequence[Entry]) -> Group:
@@ -90,10 +91,10 @@ def regrouped(group: Group, era: int, roster: Sequence[WorkerId], entries: Seque
         # Whether anybody is left who is in its loop body, and may open an ``evaluate`` there.
         inside = zip(inner.phase.took_part, standings, strict=True)
         seen = inner.phase.seen and any(took and standing is not Standing.FOLLOWING for took, standing in inside)
-        made_up = replace(inner.phase, ledger=drawing.made_up(inner, inner.phase, spares=not seen), seen=seen)
+        made_up = replace(inner.phase, ledger=allowance.made_up(inner, inner.phase, spares=not seen), seen=seen)
         inner = replace(inner, open=(*inner.open[:-1], made_up))
         # Where an ``evaluate`` may be opened now nobody new may begin to work.
-        inner = drawing.dealt(inner, spares=not seen)
+        inner = allowance.dealt(inner, spares=not seen)
         group = replace(group, open=(*inner.open, *group.open[depth + 1 :]))
     return group
 
@@ -132,7 +133,7 @@ def _with_roster(
         era=era,
         roster=tuple(roster),
         standings=standings,
-        choice=overlap.moved(group.choice),
+        choice=delay.moved(group.choice),
         # A name is used once: who is gone does not come back under it.
         offences=tuple((worker, count) for worker, count in group.offences if worker in roster),
         training=pace.seated(group.training, places),

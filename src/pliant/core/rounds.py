@@ -14,25 +14,13 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from pliant.core import (
-    agreement,
-    drawing,
-    drift,
-    goodput,
-    ledger,
-    measures,
-    noise,
-    overlap,
-    pace,
-    rates,
-    standings,
-    trained,
-)
-from pliant.core.agreement import Mismatch
+from pliant.core import allowance, consistency, drift, evaluation, ledger, standings, trained_set
+from pliant.core.consistency import Mismatch
 from pliant.core.drift import Drift
-from pliant.core.group import Group, OpenPhase, Past, Standing
-from pliant.core.pace import Pacing
+from pliant.core.group_state import Group, OpenPhase, Past, Standing
 from pliant.core.tickets import QUIET, Flag, Kind, Ticket
+from pliant.core.tuning import delay, goodput, noise, pace, rates
+from pliant.core.tuning.pace import Pacing
 from pliant.types import Span
 
 # An infinite loss now and then is a known cost of low precision; twenty rounds in a row never recover.
@@ -61,7 +49,7 @@ class Settled(msgspec.Struct, frozen=True):
     """where several means were measured; ``result`` is then one of them"""
     plan: tuple[int, int] | None = None
     """(term, era) of the planned era that begins after this exchange"""
-    verdict: overlap.Verdict | None = None
+    verdict: delay.Verdict | None = None
     """the delay was decided anew"""
     momentum: float = 0.0
     """in force, by the first who speaks"""
@@ -85,13 +73,13 @@ class Settled(msgspec.Struct, frozen=True):
 
 def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
     """All workers entered the next phase: deal its first micro-batches."""
-    mismatch = agreement.compared(group, tickets) or agreement.compared_openings(group, tickets)
+    mismatch = consistency.compared(group, tickets) or consistency.compared_openings(group, tickets)
     if mismatch:
         return mismatch
-    present = agreement.opening(tickets)
+    present = consistency.opening(tickets)
     first = tickets[present.index(True)]
     if first.kind is Kind.TRAIN:
-        agreed = trained.opened(group, tickets)
+        agreed = trained_set.opened(group, tickets)
         if isinstance(agreed, Mismatch):
             return agreed
         group = agreed
@@ -123,20 +111,20 @@ def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
     )
     if limit == 0:
         return _closed(group, phase, None)
-    return drawing.dealt(group)
+    return allowance.dealt(group)
 
 
 def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | Mismatch:
     """Spend the samples of the handed-in contributions, decide the update, deal what comes next."""
-    mismatch = agreement.compared(group, tickets) or agreement.compared_clip_norms(group, tickets)
+    mismatch = consistency.compared(group, tickets) or consistency.compared_clip_norms(group, tickets)
     if not mismatch and group.phase.kind is Kind.EVALUATE:
-        mismatch = measures.compared(group.phase.sums, group.roster, tickets)
+        mismatch = evaluation.compared(group.phase.sums, group.roster, tickets)
     if mismatch:
         return mismatch
     before, phase = group, group.phase
-    sets = trained.Decision(b"", b"")
+    sets = trained_set.Decision(b"", b"")
     if phase.kind is Kind.TRAIN:
-        decision = trained.decide(group, tickets)
+        decision = trained_set.decide(group, tickets)
         if isinstance(decision, Mismatch):
             return decision
         group, sets = decision
@@ -151,7 +139,7 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
     total = math.fsum([ticket.loss_sum for ticket in tickets])
     batch = sum([ticket.samples for ticket in tickets])
     if phase.kind is Kind.EVALUATE:
-        sums = measures.added(phase.sums, tickets)
+        sums = evaluation.added(phase.sums, tickets)
         phase = replace(phase, total=phase.total + total, count=phase.count + weight, sums=sums)
         group = replace(group, evaluating=pace.forgiven(pace.measure(group.evaluating, tickets), tickets))
         finite, told, momentum = True, None, 0.0
@@ -160,14 +148,14 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         told, momentum = noise.told(group.noise, tickets), _momentum(group, tickets)
         group = _trained(group, tickets, told, momentum, finite=finite, short=short)
     ended = broken or remaining.is_spent or (phase.kind is Kind.TRAIN and _is_enough(group))
-    plan = agreement.agreed_plan(group, tickets)
+    plan = consistency.agreed_plan(group, tickets)
     differs = None
     if phase.kind is Kind.TRAIN and not ended and plan is None:
         # Else the next round's tickets tell it again, or a later digest does.
         differs = standings.drifted(group, phase, tickets)
     group, phase = standings.moved(replace(group, exchange=group.exchange + 1), phase, tickets, differs)
     result = phase.total / phase.count if ended and phase.kind is Kind.EVALUATE and phase.count else None
-    results = measures.means(phase.sums) if ended else None
+    results = evaluation.means(phase.sums) if ended else None
     ended = ended or standings.deserted(group, phase)
     outcome = Settled(
         phase=phase.number,
@@ -195,8 +183,8 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
         layout=sets.layout,
         touched=sets.touched,
     )
-    phase = replace(phase, seen=outcome.seen, resumed=False, limits=drawing.kept_limits(before, phase))
-    if phase.kind is Kind.TRAIN and group.policy.delay == overlap.AUTO and len(group.roster) > 1:
+    phase = replace(phase, seen=outcome.seen, resumed=False, limits=allowance.kept_limits(before, phase))
+    if phase.kind is Kind.TRAIN and group.policy.delay == delay.AUTO and len(group.roster) > 1:
         full = not (short or ended) and before.standings == group.standings
         group, phase, verdict = _reconsidered(group, phase, tickets, full=full)
         outcome = replace(outcome, verdict=verdict) if verdict is not None else outcome
@@ -220,7 +208,7 @@ def _dealt_on(before: Group, group: Group, outcome: Settled) -> tuple[Group, Set
     """Deal what comes after a round that does not end its phase; who has its first samples then has not seen it."""
     # Where the overlap ends, this is for the very next round: whoever merely goes along may have done so already.
     overlap_ends = before.choice.turning and not group.choice.turning
-    group = drawing.dealt(group, spares=not overlap_ends)
+    group = allowance.dealt(group, spares=not overlap_ends)
     if outcome.seen:
         phase = group.phase
         if any(hand.granted and not took for hand, took in zip(phase.ledger.hands, phase.took_part, strict=True)):
@@ -264,7 +252,7 @@ def _all_work(group: Group, phase: OpenPhase, tickets: Sequence[Ticket]) -> bool
     if phase.resumed:
         return False
     hands = phase.ledger.hands
-    working = [member for member in drawing.at_work(group, phase) if phase.took_part[member] or hands[member].granted]
+    working = [member for member in allowance.at_work(group, phase) if phase.took_part[member] or hands[member].granted]
     if not all(phase.took_part[member] for member in working):
         return False
     if group.overlap:
@@ -279,10 +267,10 @@ def _due(hand: ledger.Hand) -> bool:
 
 def _reconsidered(
     group: Group, phase: OpenPhase, tickets: Sequence[Ticket], *, full: bool
-) -> tuple[Group, OpenPhase, overlap.Verdict | None]:
+) -> tuple[Group, OpenPhase, delay.Verdict | None]:
     """Decide whether the coming rounds overlap. Nobody has drawn anything of the first round of the other kind."""
     before = group.choice
-    choice, verdict = overlap.after(before, tickets, trial=group.policy.trial, full=full)
+    choice, verdict = delay.after(before, tickets, trial=group.policy.trial, full=full)
     group = replace(group, choice=choice)
     if choice.delay != before.delay and group.policy.floating:
         # Without an overlap a round is of the reference batch; what was dealt for open ones is much more.
@@ -346,7 +334,7 @@ def _clip_norm(group: Group, tickets: Sequence[Ticket]) -> tuple[float | None, i
 
     A bound takes effect when all who have set one have set the same.
     """
-    wanted = agreement.clip_norm_wanted(tickets)
+    wanted = consistency.clip_norm_wanted(tickets)
     if len(wanted) > 1:
         return group.clip_norm, group.clip_disputed + 1
     return (wanted.pop() if wanted else group.clip_norm), 0
@@ -362,7 +350,7 @@ def _paying(group: Group, training: Pacing, noise_scale: float | None) -> int | 
     """Up to how many samples a round pays, by the paces and costs of those who work."""
     if group.policy.at_most is not None or not group.overlap:
         return None
-    working = drawing.at_work(group, group.phase)
+    working = allowance.at_work(group, group.phase)
     if not working:
         return None
     sizes = [group.phase.sizes[member] for member in working]

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from pliant.core import drawing, drift, ledger
+from pliant.core import allowance, drift, ledger
 from pliant.core.drift import Drift
-from pliant.core.group import Group, OpenPhase, Standing
+from pliant.core.group_state import Group, OpenPhase, Standing
 from pliant.core.tickets import QUIET, Flag, Ticket
 from pliant.types import WorkerId
 
@@ -70,7 +70,7 @@ def moved(
         took_part=tuple(took_part),
     )
     # With an overlap a spare may have gone along with the contribution in progress already.
-    return group, replace(phase, ledger=drawing.made_up(group, phase, spares=not group.overlap))
+    return group, replace(phase, ledger=allowance.made_up(group, phase, spares=not group.overlap))
 
 
 def heard_in_body(group: Group, tickets: Sequence[Ticket]) -> list[Ticket]:
@@ -112,13 +112,13 @@ def drifted(group: Group, phase: OpenPhase, tickets: Sequence[Ticket]) -> Drift 
     """Whose weights differ. Who merely goes along may have said already that it is ready: it is not asked."""
     if len(tickets) < 2 or all(ticket.weights_round == 0 for ticket in tickets):
         return None
-    return drift.judged(group.roster, drawing.at_work(group, phase), tickets, dict(group.offences))
+    return drift.judged(group.roster, allowance.at_work(group, phase), tickets, dict(group.offences))
 
 
 def deserted(group: Group, phase: OpenPhase) -> bool:
     """Whether an ``evaluate`` in a loop body goes on without anyone to compute it: who comes now is elsewhere."""
     body = phase.inner or len(group.open) > 1
-    return body and Standing.LEAVING in group.standings and not drawing.at_work(group, phase)
+    return body and Standing.LEAVING in group.standings and not allowance.at_work(group, phase)
 
 
 def fresh(known: frozenset[WorkerId], before: Group, after: Group, tickets: Sequence[Ticket]) -> frozenset[WorkerId]:

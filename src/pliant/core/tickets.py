@@ -151,7 +151,7 @@ class Ticket(msgspec.Struct, frozen=True):
     """the bound on the gradient's norm that the script has set; 0: none is wanted; -1: it has set nothing"""
     point: Point = NOWHERE
     trained: bytes = b""
-    """the parameters that its contribution was computed for (``core.trained``)"""
+    """the parameters that its contribution was computed for (``core.trained_set``)"""
     wanted: bytes = b""
     """those that its script trains now"""
     sums: Sums = ()

@@ -15,7 +15,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pliant.control.door import address_of
+from pliant.control.handshake import address_of
 from pliant.errors import UsageError
 
 AUTHORITY, CERTIFICATE, KEY = "ca.pem", "coordinator.pem", "coordinator.key"

@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pliant.control.door import address_of
+from pliant.control.handshake import address_of
 from pliant.control.messages import Over
-from pliant.core import journal
-from pliant.launch import directory as run_directory
-from pliant.launch import trust
-from pliant.launch.directory import HOST, NO_TLS, Access, Trust, newest
+from pliant.core.journal import records as journal
+from pliant.launch import certificate_check, run_directory
+from pliant.launch.coordinator_supervisor import Coordination
+from pliant.launch.job import JobSpec, Outcome, Screen, Silent, check
 from pliant.launch.process import Stream
-from pliant.launch.spec import JobSpec, Outcome, Screen, Silent, check
-from pliant.launch.supervision import Coordination
+from pliant.launch.run_directory import HOST, NO_TLS, Access, Trust, newest
 
 if TYPE_CHECKING:
-    from pliant.launch.agent import Agent
+    from pliant.launch.launcher import Agent
 
 __all__ = [
     "HOST",
@@ -65,7 +64,7 @@ async def run_job(spec: JobSpec, *, ui: Screen) -> Outcome:
     elif spec.directory is not None:
         run_directory.refuse_journal(spec.directory)
     run_directory.check_exposure(spec.host, spec.trust)
-    trust.served(spec.trust, spec.host)
+    certificate_check.served(spec.trust, spec.host)
     with run_directory.bound(spec.host, spec.port) as listener:
         directory = run_directory.made(spec.directory, spec.script)
         authority = Path(spec.trust.authority) if spec.trust.tls else None
@@ -102,7 +101,7 @@ def _agent(
     spec: JobSpec, ui: Screen, directory: Path, access: Access, coordination: Coordination | None = None
 ) -> Agent:
     # Loaded now: the coordinator's process loads its own share meanwhile, and no worker starts before both are done.
-    from pliant.launch.agent import Agent
+    from pliant.launch.launcher import Agent
 
     return Agent(spec, ui, directory, access, coordination)
 
@@ -119,7 +118,7 @@ async def _followed(agent: Agent, ui: Screen, directory: Path) -> Outcome:
 
 
 def _charter(spec: JobSpec, directory: Path) -> bytes:
-    """What the coordinator, and any that takes its place, has to know; see ``launch.coordinating``."""
+    """What the coordinator, and any that takes its place, has to know; see ``launch.coordinator_process``."""
     # Not encoded from a Charter: its module brings the server along, which takes longer to load than all of this.
     charter = {
         "job": directory.name,

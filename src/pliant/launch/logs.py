@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import IO
 
-from pliant.launch.directory import PRIVATE
+from pliant.launch.run_directory import PRIVATE
 
 _CHUNK = 1 << 20
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pliant.tensors import memory
+from pliant.tensors import allocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class Buffers:
 
     def value(self, index: int) -> Tensor:
         """What the buffer holds now, to be sent; while the group's values are shown (``exchange``), those."""
-        return memory.copied(self._tensors[index]) if self.is_live(index) else memory.lent(self._tensors[index])
+        return allocation.copied(self._tensors[index]) if self.is_live(index) else allocation.lent(self._tensors[index])
 
     def nbytes(self, index: int) -> int:
         return self._tensors[index].nbytes

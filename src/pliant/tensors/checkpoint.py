@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from pliant.errors import CheckpointError
-from pliant.tensors import memory
-from pliant.tensors.state import Described, blank_tensors, described, flattened, rebuilt, size_of
+from pliant.tensors import allocation
+from pliant.tensors.serialize import Described, blank_tensors, described, flattened, rebuilt, size_of
 
 VERSION = 1
 MANIFEST, TENSORS, FINISHED = "manifest.json", "state.safetensors", "finished"
@@ -207,7 +207,7 @@ def state_of(manifest: Manifest, file: BinaryIO, where: str) -> Any:
         crc = zlib.crc32(header)
         tensors = blank_tensors(skeleton)
         for tensor in tensors:
-            crc = _read_into(file, memory.bytes_of(tensor), crc, where)
+            crc = _read_into(file, allocation.bytes_of(tensor), crc, where)
         if file.read(1):
             raise CheckpointError(f"the checkpoint at {where} has more bytes than its manifest says")
         if crc != manifest.tensor_crc:
@@ -245,7 +245,7 @@ def _write_tensors(file: BinaryIO, tensors: Sequence[Tensor]) -> tuple[int, int]
     file.write(header)
     size, crc = len(header), zlib.crc32(header)
     for tensor in tensors:
-        content = memory.bytes_of(tensor.detach().cpu().contiguous())
+        content = allocation.bytes_of(tensor.detach().cpu().contiguous())
         for start in range(0, len(content), _CHUNK_BYTES):
             chunk = content[start : start + _CHUNK_BYTES]
             crc = zlib.crc32(chunk, crc)

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from pliant.bitmaps import bitmap, common
 from pliant.bitmaps import members as members_of
 from pliant.errors import UsageError
-from pliant.tensors import memory, parts
+from pliant.tensors import allocation, buckets
 
 # Views start at multiples of 64 bytes (16 floats), where vector loads do not straddle cache lines.
 _ALIGN = 16
@@ -41,11 +41,11 @@ class Buffer:
     """One contribution's gradients: flat tensors, one per dtype, and a view for every parameter that is laid out."""
 
     def __init__(self, parameters: Sequence[Parameter], members: bytes | None = None) -> None:
-        """``members``: the set of parameters that are laid out (``core.trained``); None: all of them."""
+        """``members``: the set of parameters that are laid out (``core.trained_set``); None: all of them."""
         self.members = bitmap(range(len(parameters)), len(parameters)) if members is None else members
         sizes, places = _placed(parameters, self.members)
         device = parameters[0].device
-        by_dtype = {dtype: memory.fresh((size,), dtype, device).zero_() for dtype, size in sizes.items()}
+        by_dtype = {dtype: allocation.fresh((size,), dtype, device).zero_() for dtype, size in sizes.items()}
         self.flats = list(by_dtype.values())
         self.views: list[Tensor | None] = [None] * len(parameters)
         """by parameter; None: it is not laid out"""
@@ -56,7 +56,7 @@ class Buffer:
         """gradients of parameters that are trained and not laid out (unfrozen a moment ago), by parameter"""
         self.trained: bytes | None = None
         """the parameters that every pass of this contribution was for; None: there was no pass yet"""
-        self.cut = parts.cut(parameters, places)
+        self.cut = buckets.cut(parameters, places)
         self.parts = [by_dtype[part.dtype][part.start : part.stop] for part in self.cut]
         """the same memory, in the order in which a backward pass completes it"""
 
@@ -330,14 +330,14 @@ class Gradients:
             return 0
         if not members or members == self._filling.members:
             return len(self._filling.parts)
-        return len(parts.cut(self.parameters, _placed(self.parameters, members)[1]))
+        return len(buckets.cut(self.parameters, _placed(self.parameters, members)[1]))
 
     @contextmanager
     def watched(self, ready: Callable[[int], None]) -> Iterator[None]:
         """Tell ``ready`` of each part that the backward pass in here completes."""
         filling = self.filling
         assert filling is not None
-        with parts.watched(self.parameters, filling.cut, ready) as backward:
+        with buckets.watched(self.parameters, filling.cut, ready) as backward:
             yield
         self.late = backward.late
         self.orderly = self.orderly is not False and not backward.twice

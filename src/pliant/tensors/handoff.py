@@ -32,9 +32,9 @@ import msgspec
 from torch import Tensor
 
 from pliant.errors import UsageError
-from pliant.tensors import stream
-from pliant.tensors.memory import bytes_of
-from pliant.tensors.state import blank_tensors, described, flattened, rebuilt, size_of
+from pliant.tensors import framing
+from pliant.tensors.allocation import bytes_of
+from pliant.tensors.serialize import blank_tensors, described, flattened, rebuilt, size_of
 
 SKELETON_BYTES = 64 << 20
 """A skeleton has some 100 bytes per tensor; a larger one is none."""
@@ -102,7 +102,7 @@ class Donor:
     def __init__(self, host: str, token: str) -> None:
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._listener.settimeout(_LOOK_S)
-        stream.close_in_children(self._listener)
+        framing.close_in_children(self._listener)
         port = self._listener.getsockname()[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.pending = False
@@ -139,7 +139,7 @@ class Donor:
             self._waiting, self.pending = [], False
             connections = [*self._strangers, *self._connections]
         for connection in connections:
-            stream.shut_down(connection)
+            framing.shut_down(connection)
 
     def _take_due(self, era: int, exchange: int) -> list[_Waiting]:
         with self._lock:
@@ -163,15 +163,15 @@ class Donor:
                 threading.Thread(target=self._attend, args=(connection,), name="pliant-giving", daemon=True).start()
 
     def _attend(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError, stream.Broken), connection:
-            stream.close_in_children(connection)
+        with contextlib.suppress(OSError, framing.Broken), connection:
+            framing.close_in_children(connection)
             if not self._met(connection):
                 return
             try:
                 with connection.makefile("rb") as reader, connection.makefile("wb") as writer:
                     connection.settimeout(_GREETING_S)
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    stream.welcome(reader, writer, self._token)
+                    framing.welcome(reader, writer, self._token)
                     if self._admitted(connection):
                         self._converse(connection, reader, writer)
             finally:
@@ -187,7 +187,7 @@ class Donor:
             if len(self._strangers) >= _STRANGERS:
                 oldest = next(iter(self._strangers))
                 del self._strangers[oldest]
-                stream.shut_down(oldest)
+                framing.shut_down(oldest)
             self._strangers[connection] = time.monotonic() + _GREETING_S
             return True
 
@@ -206,7 +206,7 @@ class Donor:
         with self._lock:
             for connection in [each for each, until_s in self._strangers.items() if until_s < now_s]:
                 del self._strangers[connection]
-                stream.shut_down(connection)
+                framing.shut_down(connection)
 
     def _converse(self, connection: socket.socket, reader: BinaryIO, writer: BinaryIO) -> None:
         while not self._closed:
@@ -225,7 +225,7 @@ class Donor:
             self._waiting.append(waiting)
             self.pending = True
         while not waiting.answered.wait(_LOOK_S):
-            if self._closed or stream.hung_up(connection):
+            if self._closed or framing.hung_up(connection):
                 self._withdraw(waiting)
                 return False
         return True
@@ -237,7 +237,7 @@ class Donor:
 
 
 def _read_request(reader: BinaryIO) -> _Request:
-    return stream.decoded(stream.read_frame(reader), _Request)
+    return framing.decoded(framing.read_frame(reader), _Request)
 
 
 def _send_answer(writer: BinaryIO, waiting: _Waiting) -> None:
@@ -251,17 +251,17 @@ def _send_answer(writer: BinaryIO, waiting: _Waiting) -> None:
         except (UsageError, ValueError, TypeError, OverflowError) as error:
             head, tensors, skeleton = _Refusal(str(error)), [], b""
     assert head is not None
-    stream.write_frame(writer, msgspec.msgpack.encode(head))
-    stream.write_chunks(writer, memoryview(skeleton))
+    framing.write_frame(writer, msgspec.msgpack.encode(head))
+    framing.write_chunks(writer, memoryview(skeleton))
     waiting.state = {}
     tensors.reverse()
     while tensors:  # each tensor's memory is free as soon as it is sent
         tensor = tensors.pop()
-        stream.write_chunks(writer, bytes_of(tensor.detach().cpu().contiguous()))
+        framing.write_chunks(writer, bytes_of(tensor.detach().cpu().contiguous()))
         if tensor._version != waiting.versions.get(id(tensor), tensor._version):
-            raise stream.Broken("was sent a tensor that somebody changed meanwhile")
+            raise framing.Broken("was sent a tensor that somebody changed meanwhile")
     if isinstance(head, _State):
-        stream.write_frame(writer, _WHOLE)
+        framing.write_frame(writer, _WHOLE)
     writer.flush()
 
 
@@ -301,7 +301,7 @@ class Recipient:
         with self._lock:
             self._closed = True
             if self._connection is not None:
-                stream.shut_down(self._connection)
+                framing.shut_down(self._connection)
         self._requests.put(None)
 
     def _run(self) -> None:
@@ -316,7 +316,7 @@ class Recipient:
             self._fail("sent nothing for too long")
         except OSError as error:
             self._fail(f"is out of reach: {error.strerror or error}")
-        except stream.Broken as error:
+        except framing.Broken as error:
             self._fail(str(error))
 
     def _fail(self, reason: str) -> None:
@@ -328,24 +328,24 @@ class Recipient:
         try:
             connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_GREETING_S)
         except (ValueError, OverflowError):
-            raise stream.Broken("has no address of the form host:port") from None
-        stream.close_in_children(connection)
+            raise framing.Broken("has no address of the form host:port") from None
+        framing.close_in_children(connection)
         with self._lock:
             self._connection = connection
             if self._closed:
-                stream.shut_down(connection)
+                framing.shut_down(connection)
         return connection
 
     def _converse(self, connection: socket.socket, reader: BinaryIO, writer: BinaryIO) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # The donor answers when it gets to that exchange; only a dead machine is to be noticed meanwhile.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        stream.introduce(reader, writer, self._token)
+        framing.introduce(reader, writer, self._token)
         while (request := self._next_request(connection)) is not None:
-            stream.write_frame(writer, msgspec.msgpack.encode(request))
+            framing.write_frame(writer, msgspec.msgpack.encode(request))
             writer.flush()
             connection.settimeout(None)
-            frame = stream.read_frame(reader)
+            frame = framing.read_frame(reader)
             connection.settimeout(_STALLED_S)
             answer = _read_answer(reader, frame, self._note)
             # In this order: whoever looks finds one of them.
@@ -359,8 +359,8 @@ class Recipient:
         while not self._closed:
             with contextlib.suppress(queue.Empty):
                 return self._requests.get(timeout=_LOOK_S)
-            if stream.hung_up(connection):
-                raise stream.Broken("has closed the connection")
+            if framing.hung_up(connection):
+                raise framing.Broken("has closed the connection")
         return None
 
 
@@ -371,10 +371,10 @@ Note = Callable[[int, float], None]
 def _read_answer(
     reader: BinaryIO, frame: bytes, note: Note = lambda exchange, part: None
 ) -> tuple[int, dict[str, Any]]:
-    head: _Head = stream.decoded(frame, _Head)
+    head: _Head = framing.decoded(frame, _Head)
     match head:
         case _Refusal(reason):
-            raise stream.Broken(f"refused: {reason}")
+            raise framing.Broken(f"refused: {reason}")
         case _State():
             return head.exchange, _read_state(reader, head, note)
 
@@ -382,25 +382,25 @@ def _read_answer(
 def _read_state(reader: BinaryIO, head: _State, note: Note = lambda exchange, part: None) -> dict[str, Any]:
     note(head.exchange, 0.0)
     if head.skeleton_bytes > SKELETON_BYTES:
-        raise stream.Broken(f"announces a skeleton of {head.skeleton_bytes} bytes, more than {SKELETON_BYTES}")
+        raise framing.Broken(f"announces a skeleton of {head.skeleton_bytes} bytes, more than {SKELETON_BYTES}")
     skeleton = bytearray(head.skeleton_bytes)
-    stream.read_chunks(reader, memoryview(skeleton))
+    framing.read_chunks(reader, memoryview(skeleton))
     try:
         # Nothing is allocated before both ends agree on how much it is.
         size = size_of(described(bytes(skeleton)))
         if size != head.tensor_bytes:
-            raise stream.Broken(f"announces {head.tensor_bytes} bytes of tensors and describes {size}")
+            raise framing.Broken(f"announces {head.tensor_bytes} bytes of tensors and describes {size}")
         tensors = blank_tensors(bytes(skeleton))
         here = 0
         for tensor in tensors:
-            stream.read_chunks(reader, bytes_of(tensor))
+            framing.read_chunks(reader, bytes_of(tensor))
             here += tensor.nbytes
             note(head.exchange, here / max(1, size))
-        if stream.read_frame(reader) != _WHOLE:
-            raise stream.Broken("sent a state without an end")
+        if framing.read_frame(reader) != _WHOLE:
+            raise framing.Broken("sent a state without an end")
         state = rebuilt(bytes(skeleton), tensors)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, MemoryError, StopIteration) as error:
-        raise stream.Broken(f"sent a state that makes no sense: {type(error).__name__}: {error}") from None
+        raise framing.Broken(f"sent a state that makes no sense: {type(error).__name__}: {error}") from None
     if not isinstance(state, dict):
-        raise stream.Broken("sent a state that is no dict")
+        raise framing.Broken("sent a state that is no dict")
     return state

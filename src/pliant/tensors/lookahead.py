@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from pliant.tensors import memory
+from pliant.tensors import allocation
 
 Peek = Callable[[dict[str, Any], dict[str, Any], Tensor, Tensor | None], None]
 """(param group, optimizer state, weights, own mean gradient or None for zero): moves the weights by that step"""
@@ -165,7 +165,7 @@ class LookAhead:
 
 def _like(p: Tensor) -> Tensor:
     if p.is_contiguous():
-        return memory.fresh(p.shape, p.dtype, p.device)
+        return allocation.fresh(p.shape, p.dtype, p.device)
     return torch.empty_like(p, memory_format=torch.preserve_format)
 
 

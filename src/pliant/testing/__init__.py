@@ -7,6 +7,6 @@ the real workers' loops over a virtual network, clock and disk: ``python -m plia
 from pliant.testing.faults import Fault
 from pliant.testing.scenes import drawn
 from pliant.testing.simulation import Outcome, Scene, Simulation
-from pliant.testing.together import Together, together
+from pliant.testing.threads import Together, together
 
 __all__ = ["Fault", "Outcome", "Scene", "Simulation", "Together", "drawn", "together"]

@@ -14,10 +14,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pliant.tensors.reach import Unconnected
-from pliant.testing.line import VirtualLink
-from pliant.testing.numbers import POISON, PRIME, Flat
-from pliant.testing.virtual import Process, Timer, World
+from pliant.tensors.process_group.reachability import Unconnected
+from pliant.testing.clock import Process, Timer, World
+from pliant.testing.exact import POISON, PRIME, Flat
+from pliant.testing.link import VirtualLink
 
 _GATHER, _SUM, _SPREAD = "gather", "sum", "broadcast"
 
@@ -312,7 +312,7 @@ class Meeting:
 
 
 class VirtualGroup:
-    """One member's view of a group: ``tensors.group.Gloo``."""
+    """One member's view of a group: ``tensors.process_group.gloo.Gloo``."""
 
     def __init__(self, meeting: Meeting, place: int, process: Process) -> None:
         self.members = meeting.members
@@ -401,7 +401,7 @@ class Meetings:
 
 
 class VirtualForming:
-    """A group that is being formed: ``tensors.group.Forming``."""
+    """A group that is being formed: ``tensors.process_group.gloo.Forming``."""
 
     def __init__(self, meetings: Meetings, link: VirtualLink, attempt: int, place: int, members: int) -> None:
         self.process = link.process

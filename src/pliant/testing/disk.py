@@ -14,7 +14,7 @@ from typing import Any
 
 from pliant.errors import CheckpointError
 from pliant.tensors.checkpoint import Manifest
-from pliant.testing.virtual import Process, World
+from pliant.testing.clock import Process, World
 
 
 class VirtualDisk:
@@ -53,7 +53,7 @@ class VirtualDisk:
 
 
 class VirtualTask:
-    """``runtime.saving.Thread`` in virtual time; dies with its process."""
+    """``worker.checkpoint_writer.Thread`` in virtual time; dies with its process."""
 
     def __init__(self, process: Process, work: Callable[[], object]) -> None:
         self.over = False

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pliant.core.group import Standing
+from pliant.core.group_state import Standing
 
 if TYPE_CHECKING:
+    from pliant.testing.clock import Process
     from pliant.testing.simulation import Script, Simulation
-    from pliant.testing.virtual import Process
 
 OCCASIONS = (
     "settled",

@@ -2,9 +2,9 @@
 
 Question  Who starts, ends and restarts virtual processes, and what survives a crash of the coordinator?
 Holds     The coordinator is the real one, fed with decoded messages and ticks. The disk survives its crash, perhaps
-          with a torn last line; its term is higher every time. A launcher behaves as ``launch.agent``: it reports
+          with a torn last line; its term is higher every time. A launcher behaves as ``launch.launcher``: it reports
           ends, repeats them after a reconnection, and starts the coordinator again when it has died.
-Source    ours; runtime/service.py, launch/agent.py, launch/slots.py.
+Source    ours; coordinator/service.py, launch/launcher.py, launch/worker_processes.py.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 from websockets.exceptions import ConnectionClosed
 
 from pliant.control import messages
-from pliant.core import events
+from pliant.coordinator.coordinator import Coordinator
+from pliant.coordinator.journal import JournalFile
+from pliant.coordinator.run_spec import Charter
+from pliant.coordinator.service import TICK_S
+from pliant.core.membership import events
 from pliant.errors import UsageError
-from pliant.runtime.charter import Charter
-from pliant.runtime.coordinator import Coordinator
-from pliant.runtime.journaling import JournalFile
-from pliant.runtime.service import TICK_S
+from pliant.testing.clock import Process, World
 from pliant.testing.network import End, Network, Wire
-from pliant.testing.virtual import Process, World
 
 _RETRY_S = 0.2
 

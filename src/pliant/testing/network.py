@@ -14,7 +14,7 @@ from typing import Any
 
 from websockets.exceptions import ConnectionClosedError
 
-from pliant.testing.virtual import World
+from pliant.testing.clock import World
 
 
 class End:

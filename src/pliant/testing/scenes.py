@@ -11,9 +11,9 @@ import random
 
 from msgspec.structs import replace
 
-from pliant.core import overlap
-from pliant.core.group import Policy
-from pliant.core.rates import Rule
+from pliant.core.group_state import Policy
+from pliant.core.tuning import delay
+from pliant.core.tuning.rates import Rule
 from pliant.testing.faults import OCCASIONS, Fault
 from pliant.testing.simulation import Scene
 
@@ -57,7 +57,7 @@ def drawn(name: str, seed: int) -> Scene:
         batch,
         floating=floating,
         at_most=chance.choice((None, 3 * batch)) if floating else None,
-        delay=chance.choice((1, 1, overlap.AUTO, 0)),
+        delay=chance.choice((1, 1, delay.AUTO, 0)),
         trial=1,
         rule=Rule(chance.choice(("linear", "sqrt"))),
         momentum=chance.choice((0.0, 0.9)),

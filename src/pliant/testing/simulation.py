@@ -3,7 +3,7 @@
 Question  Does the protocol hold whatever happens, whenever it happens?
 Holds     ``Coordinator``, ``Worker``, ``Place``, ``Eras``, ``Takeover``, ``Reporter``, ``Mailbox``, ``Link``'s books
           and ``core`` are the production code; clock, network, disk, processes and tensors are virtual. A scene and
-          a seed give one history. Every invariant is checked all the way; see ``checks``.
+          a seed give one history. Every invariant is checked all the way; see ``invariants``.
 Source    ours; docs/design/0007-elastic.md.
 """
 
@@ -17,34 +17,34 @@ import msgspec
 from msgspec.structs import replace
 
 from pliant.control.messages import Signature
-from pliant.core.endings import QUIET_EXIT
-from pliant.core.group import Past, Policy, Standing, founded
+from pliant.coordinator.run_spec import Charter
+from pliant.core.group_state import Past, Policy, Standing, founded
 from pliant.core.ledger import MicroBatch, samples_of
-from pliant.core.members import Stopping
+from pliant.core.membership.roster import Stopping
+from pliant.core.membership.shutdown import QUIET_EXIT
 from pliant.core.tickets import Kind
 from pliant.errors import PliantError, RunEnded, Stopped
-from pliant.runtime import membership
-from pliant.runtime.charter import Charter
-from pliant.runtime.eras import Eras
-from pliant.runtime.handing import Ready
-from pliant.runtime.membership import Membership
-from pliant.runtime.place import Place
-from pliant.runtime.saving import Saving
-from pliant.runtime.script import Counted, Opening
-from pliant.runtime.worker import Worker
-from pliant.tensors import group as groups
-from pliant.testing.checks import Checker, Observer, Violation
+from pliant.tensors.process_group import gloo as groups
+from pliant.testing.clock import Process, World
 from pliant.testing.collective import Meetings, VirtualForming
 from pliant.testing.disk import VirtualDisk, VirtualTask
-from pliant.testing.giving import Streams, VirtualDonor, VirtualRecipient
+from pliant.testing.exact import VirtualTraining
 from pliant.testing.hosts import Host, Launcher
-from pliant.testing.line import VirtualLink, connected
-from pliant.testing.memory import remembered
+from pliant.testing.invariants import Checker, Observer, Violation
+from pliant.testing.link import VirtualLink, connected
+from pliant.testing.memo import remembered
 from pliant.testing.network import Network
-from pliant.testing.numbers import VirtualTraining
-from pliant.testing.virtual import Process, World
+from pliant.testing.transfer import Streams, VirtualDonor, VirtualRecipient
 from pliant.types import WorkerId
-from pliant.worker.hooks import Update
+from pliant.worker import session
+from pliant.worker.checkpoint_writer import Saving
+from pliant.worker.elastic.eras import Eras
+from pliant.worker.elastic.rendezvous import Place
+from pliant.worker.loop import Worker
+from pliant.worker.script.calls import Counted, Opening
+from pliant.worker.script.hooks import Update
+from pliant.worker.session import Membership
+from pliant.worker.submit import Ready
 
 _VERSION = "sim"
 # Beyond dead_after, until the next round is applied: DESIGN, invariant 6.
@@ -411,7 +411,7 @@ class Script:
 
             def form(attempt: int, place: int, members: int) -> Any:
                 if members == 1:
-                    return membership._Formed()
+                    return session._Formed()
                 forming.append(VirtualForming(simulation.meetings, link, attempt, place, members))
                 return forming[-1]
 
@@ -460,7 +460,7 @@ class Script:
             if not link.mailbox.welcome.running:
                 worker.found()
         except PliantError as error:
-            membership._depart(link, error)
+            session._depart(link, error)
             raise
         return Membership(worker, None, carried, eras)
 

@@ -1,1 +1,1 @@
-"""ui"""
+"""ui: How do people start, watch, check and replay runs?"""

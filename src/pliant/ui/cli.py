@@ -20,10 +20,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pliant.coordinator.status import Status
 from pliant.errors import PliantError, RunEnded, UsageError
-from pliant.launch import asking, local, trust
-from pliant.launch.spec import GRACE_S, NOTICE_EVERY_S
-from pliant.runtime.status import Status
+from pliant.launch import certificate_check, local, requests
+from pliant.launch.job import GRACE_S, NOTICE_EVERY_S
 from pliant.ui import progress
 
 Number = TypeVar("Number", int, float)
@@ -123,12 +123,12 @@ def run(
         notice_command=notice_command,
         notice_every_s=notice_every,
         resume=resume,
-        trust=local.NO_TLS if join else trust.given(tls_cert, tls_key, tls_ca, insecure=insecure),
+        trust=local.NO_TLS if join else certificate_check.given(tls_cert, tls_key, tls_ca, insecure=insecure),
     )
     if join:
         if tls_cert is not None or tls_key is not None:
             raise UsageError("--tls-cert and --tls-key are the coordinator's; a joiner needs --tls-ca alone")
-        access = asking.at(join, directory, token_file, tls_ca)
+        access = requests.at(join, directory, token_file, tls_ca)
         outcome = local.join(spec, access, ui=progress.Terminal())
     else:
         outcome = local.run(spec, ui=progress.Terminal())
@@ -150,9 +150,9 @@ def coordinator(
     """Start a run's coordinator by hand, where the launcher that kept it was lost."""
     if not resume:
         raise UsageError("`pliant run` starts a run with its coordinator; give --resume to take a lost one's place")
-    from pliant.launch.taking_over import take_over
+    from pliant.launch.coordinator_takeover import take_over
 
-    own = trust.given(tls_cert, tls_key, tls_ca, insecure=insecure)
+    own = certificate_check.given(tls_cert, tls_key, tls_ca, insecure=insecure)
     take_over(directory, port, lambda text: print(f"pliant: {text}", file=sys.stderr, flush=True), own)
 
 
@@ -169,17 +169,17 @@ def audit(
 
     Exit status: 0 proved to the end, 1 something is wrong, 3 nothing is wrong but the journal was not closed.
     """
-    from pliant.ui import auditing
+    from pliant.ui import audit_command
 
     path = path / "journal.jsonl" if path.is_dir() else path
     if not path.is_file():
         raise UsageError(f"no journal at {path}; it is journal.jsonl in the run's directory")
-    report = auditing.audited(path, quick=quick)
+    report = audit_command.audited(path, quick=quick)
     if as_json:
         print(json.dumps({"problems": report.problems, **report.summary}))
     else:
-        print("\n".join(auditing.text(report)))
-    raise typer.Exit(auditing.status(report))
+        print("\n".join(audit_command.text(report)))
+    raise typer.Exit(audit_command.status(report))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -198,7 +198,7 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Compute a run again on one process, and compare. Options come before JOURNAL."""
-    from pliant.ui import replaying
+    from pliant.ui import replay_command
 
     path = path / "journal.jsonl" if path.is_dir() else path
     if not path.is_file():
@@ -207,11 +207,11 @@ def replay(
         raise UsageError(f"no script at {script}; give the path of the training script")
     if weights is not None and not weights.is_file():
         raise UsageError(f"no weights at {weights}; give a file that run.save wrote")
-    findings = replaying.replay(path, script, args or (), since=since, until=until, weights=weights)
+    findings = replay_command.replay(path, script, args or (), since=since, until=until, weights=weights)
     if as_json:
-        print(json.dumps(replaying.as_json(findings)))
+        print(json.dumps(replay_command.as_json(findings)))
     else:
-        print("\n".join(replaying.text(findings)))
+        print("\n".join(replay_command.text(findings)))
     raise typer.Exit(0 if findings.agrees else 1)
 
 
@@ -250,7 +250,7 @@ def scale(
     """Change the number of workers of a run."""
     if workers < 1:
         raise UsageError(f"a run cannot go on with {workers} workers; give at least 1, or end it with Ctrl-C")
-    said = asking.post(asking.found(directory, address, token_file, tls_ca), "/scale", {"workers": workers})
+    said = requests.post(requests.found(directory, address, token_file, tls_ca), "/scale", {"workers": workers})
     print(said.decode().strip())
 
 
@@ -263,7 +263,7 @@ def drain(
     tls_ca: Authority = None,
 ) -> None:
     """Let a worker finish its round and leave."""
-    said = asking.post(asking.found(directory, address, token_file, tls_ca), "/drain", {"worker": worker})
+    said = requests.post(requests.found(directory, address, token_file, tls_ca), "/drain", {"worker": worker})
     print(said.decode().strip())
 
 
@@ -279,9 +279,9 @@ def events(
     shown = _show_events(json.loads(_asked("/events", directory, address, token_file, tls_ca)), [])
     while follow:
         time.sleep(FOLLOW_S)
-        access = asking.found(directory, address, token_file, tls_ca)
+        access = requests.found(directory, address, token_file, tls_ca)
         try:
-            shown = _show_events(json.loads(asking.get(access, "/events")), shown)
+            shown = _show_events(json.loads(requests.get(access, "/events")), shown)
         except RunEnded:
             return
 
@@ -315,12 +315,12 @@ def demo() -> None:
 
 def _asked(path: str, directory: Path | None, address: str, token_file: Path | None, authority: Path | None) -> bytes:
     """What the coordinator answers; of a run that is over, what its journal says."""
-    from pliant.ui import afterwards
+    from pliant.ui import offline_status
 
     try:
-        return asking.get(asking.found(directory, address, token_file, authority), path)
+        return requests.get(requests.found(directory, address, token_file, authority), path)
     except RunEnded:
-        told = None if address else afterwards.told(path, directory or local.newest())
+        told = None if address else offline_status.told(path, directory or local.newest())
         if told is None:
             raise
         return told

@@ -30,11 +30,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from pliant.core import journal
-from pliant.core.audit import audit
+from pliant.coordinator.status import Status, WorkerStatus
+from pliant.core.journal import records as journal
+from pliant.core.journal.audit import audit
 from pliant.errors import RunEnded, UsageError
 from pliant.launch import child, local
-from pliant.runtime.status import Status, WorkerStatus
 from pliant.ui import progress
 
 PACES = (1.0, 1.0, 0.5, 0.25)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from pliant.coordinator.status import Status
+from pliant.launch.job import Outcome
 from pliant.launch.process import Stream
-from pliant.launch.spec import Outcome
-from pliant.runtime.status import Status
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -33,7 +33,7 @@ REDRAW_S = 0.1
 TRAINING = ("training", "finished")
 CHANGING = ("starting", "waiting", "unreachable", "restarting", "leaving")
 GONE = ("left", "failed", "ended")
-"""The words of ``runtime.translation`` for what a worker is doing."""
+"""The words of ``coordinator.convert`` for what a worker is doing."""
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 

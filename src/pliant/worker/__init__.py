@@ -1,1 +1,1 @@
-"""One training process: what it does with the user's model, optimizer and script."""
+"""worker: What does one training process do, from drawing a micro-batch to applying an update?"""

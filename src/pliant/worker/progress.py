@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import enum
 
-from pliant.control.client import Position
-from pliant.core.group import Group, Standing
+from pliant.control.link import Position
+from pliant.core.group_state import Group, Standing
 from pliant.types import WorkerId
 
 # A step that takes another time than usual is believed by a fifth: about ten of them make a new habit.

@@ -99,23 +99,23 @@ def coordinator() -> int:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
-            if b"pliant.launch.coordinating" in words and (entry / "cwd").readlink() == Path.cwd():
+            if b"pliant.launch.coordinator_process" in words and (entry / "cwd").readlink() == Path.cwd():
                 return int(entry.name)
     raise LookupError("no coordinator")
 
 
 def cut() -> None:
     """Be out of the coordinator's reach until it has taken this worker off the roster."""
-    from pliant.control import opening
+    from pliant.control import connect
 
-    opened, until_s = opening.opened, time.monotonic() + 1.5
+    opened, until_s = connect.opened, time.monotonic() + 1.5
 
-    def away(door: opening.Door) -> Any:
+    def away(door: connect.Door) -> Any:
         while time.monotonic() < until_s:
             time.sleep(0.05)
         return opened(door)
 
-    opening.opened = away
+    connect.opened = away
     run._membership.link.connection.socket.shutdown(2)
 
 
@@ -139,15 +139,15 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils.data import Dataset  # noqa: E402
 
 import pliant  # noqa: E402
-from pliant.runtime import takeover  # noqa: E402
-from pliant.runtime.following import Following  # noqa: E402
-from pliant.runtime.lookout import Lookout  # noqa: E402
 from pliant.tensors import handoff  # noqa: E402
+from pliant.worker.elastic import catch_up  # noqa: E402
+from pliant.worker.follow import Following  # noqa: E402
+from pliant.worker.poll import Lookout  # noqa: E402
 
-at(takeover, "snapshot", "giving")
+at(catch_up, "snapshot", "giving")
 at(handoff, "_send_answer", "sending")
-at(takeover.Takeover, "_ask", "asking")
-at(takeover.Takeover, "_install", "installing")
+at(catch_up.Takeover, "_ask", "asking")
+at(catch_up.Takeover, "_install", "installing")
 at(Following, "follow", "following")
 
 

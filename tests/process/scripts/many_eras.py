@@ -23,14 +23,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import pliant
-from pliant.control.client import Position
+from pliant.control.link import Position
 from pliant.control.mailbox import Mailbox
 from pliant.control.messages import Broken, EraPlan, EraStart, Leave, Past, Push, Welcome, Written
-from pliant.core import journal
-from pliant.runtime import membership
-from pliant.runtime.environment import Job
-from pliant.runtime.journaling import Numbered
-from pliant.runtime.membership import Membership, Offer
+from pliant.coordinator.journal import Numbered
+from pliant.core.journal import records as journal
+from pliant.environment import Job
+from pliant.worker import session
+from pliant.worker.session import Membership, Offer
 
 LIMIT_S = 60.0
 STAYING = ("w0", "w1")
@@ -204,7 +204,7 @@ def script(office: Office, name: str) -> None:
         line = Line(office, name)
         office.lines[name] = line
         job = Job("127.0.0.1:1", "token", name)
-        return membership._entered(job, line, offer)  # type: ignore[arg-type]
+        return session._entered(job, line, offer)  # type: ignore[arg-type]
 
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

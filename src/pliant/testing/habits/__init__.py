@@ -1,4 +1,4 @@
-"""habits: whole training scripts as drawn values, and what must come of them.
+"""testing.habits: whole training scripts as drawn values, and what must come of them.
 
 ``values`` says what a script does, ``kit`` makes what it trains, ``script`` does it. ``threads`` runs it in one process
 and compares the outcome with ``reference``, a plain PyTorch loop; ``processes`` runs it as a user would, with faults.

@@ -25,7 +25,7 @@ from pliant.testing.habits.values import Event, Habits
 _FEATURES, _CLASSES = 6, 3
 _NARROW, _WIDE, _LARGE = 5, 96, 1100
 """Of the wide one a synchronous round is summed in two parts or more; gradients of the large one are above 4 MB and
-have memory of their own kind (``tensors.memory``)."""
+have memory of their own kind (``tensors.allocation``)."""
 
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 """inputs, labels, tokens, index"""

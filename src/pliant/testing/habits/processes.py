@@ -21,12 +21,12 @@ from pathlib import Path
 import torch
 
 import pliant
-from pliant.core.audit import audit
+from pliant.coordinator.journal import history
+from pliant.core.journal.audit import audit
+from pliant.environment import current_job, plain_environment
 from pliant.errors import PliantError
-from pliant.launch import asking
+from pliant.launch import requests
 from pliant.run import Run
-from pliant.runtime.environment import current_job, plain_environment
-from pliant.runtime.journaling import history
 from pliant.testing.habits.kit import kit_of
 from pliant.testing.habits.reference import Mismatch
 from pliant.testing.habits.script import Script
@@ -142,7 +142,7 @@ def _grow(directory: Path, workers: int) -> None:
         time.sleep(_PAUSE_S)
     # It may end meanwhile.
     with contextlib.suppress(PliantError):
-        asking.post(asking.found(directory / "job", "", None), "/scale", {"workers": workers})
+        requests.post(requests.found(directory / "job", "", None), "/scale", {"workers": workers})
 
 
 def _pliant(directory: Path, *words: str) -> None:

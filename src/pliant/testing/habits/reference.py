@@ -23,8 +23,8 @@ from pliant.core.tickets import Flag, Kind, Point, Ticket
 from pliant.testing.habits.kit import Kit, Samples, change, kit_of
 from pliant.testing.habits.script import TESTED, Diary, Drawn
 from pliant.testing.habits.values import Habits
-from pliant.testing.together import Record
-from pliant.worker.sample_order import epoch_order
+from pliant.testing.threads import Record
+from pliant.worker.script.sample_order import epoch_order
 
 _KEPT = 4
 """Versions of the weights: a contribution is at most one round old, a repeated step begins one earlier."""

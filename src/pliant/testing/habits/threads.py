@@ -22,7 +22,7 @@ from pliant.testing.habits.kit import kit_of
 from pliant.testing.habits.reference import Mismatch, Reference, compare, tolerance
 from pliant.testing.habits.script import Diary, Script
 from pliant.testing.habits.values import Habits
-from pliant.testing.together import Record, Together, together
+from pliant.testing.threads import Record, Together, together
 
 LIMIT_S = 60.0
 """Far above what any of these takes; only a hang reaches it."""

@@ -18,9 +18,9 @@ HOLD_EVERY_S = 0.1
 
 
 def read_slowly() -> None:
-    from pliant.coordinator.antechamber import Antechamber
-    from pliant.runtime import service
-    from pliant.runtime.journaling import JournalFile
+    from pliant.coordinator import service
+    from pliant.coordinator.journal import JournalFile
+    from pliant.coordinator.waiting_room import Antechamber
 
     reopened, hold, told = JournalFile.reopened, Antechamber.hold, []
 
@@ -40,14 +40,14 @@ def read_slowly() -> None:
 
 
 def be_impatient() -> None:
-    from pliant.control import client, opening
-    from pliant.launch import agent
+    from pliant.control import connect, link
+    from pliant.launch import launcher
 
-    client.GIVE_UP_S, client.CONNECT_S, opening.CONNECT_S = AWAY_S, ANSWER_S, ANSWER_S
-    agent.RECONNECT_S, agent.ANSWER_S = AWAY_S, ANSWER_S
+    link.GIVE_UP_S, link.CONNECT_S, connect.CONNECT_S = AWAY_S, ANSWER_S, ANSWER_S
+    launcher.RECONNECT_S, launcher.ANSWER_S = AWAY_S, ANSWER_S
 
 
-if "pliant.launch.coordinating" in sys.orig_argv:
+if "pliant.launch.coordinator_process" in sys.orig_argv:
     read_slowly()
 else:
     be_impatient()

@@ -1,0 +1,235 @@
+"""Between the control channel's messages and the roster's values.
+
+Question  Which event is a message, which message an effect, and how is the roster's state told in a word?
+Holds     Nothing is decided here.
+Source    ours; docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import assert_never
+
+from pliant.control import messages
+from pliant.coordinator.status import MadeCall
+from pliant.core.journal.records import DriftLine, RoundRecord
+from pliant.core.membership import events
+from pliant.core.membership import roster as members
+from pliant.core.membership.compatibility import Terms
+from pliant.types import WorkerId
+
+TEXT_LENGTH = 2000
+"""Of a line for people: what a worker failed with may be a tensor in words."""
+
+_BUSY_LETTERS = 100
+
+LEAST_DEAD_AFTER_S = 0.1
+"""Below it every worker would be lost at once, whatever a script says."""
+
+
+def last_name(slot: members.Slot) -> str:
+    """The name of the slot's last worker, or of its first one to be."""
+    return slot.name if slot.names <= 1 else f"{slot.name}.{slot.names}"
+
+
+def word(slot: members.Slot, worker: members.Worker | None, *, unreachable: bool = False) -> str:
+    """What a slot's worker is doing, in one word; ``unreachable``: no group can be formed with it."""
+    if worker is not None:
+        match worker.line, worker.standing:
+            case members.Cut(), _:
+                return "lost"
+            case _, members.Member(leaving=None):
+                return "unreachable" if unreachable else "training"
+            case _, (members.Member() | members.Departing()):
+                return "leaving"
+            case _, (members.Greeted() | members.Waiting()):
+                return "unreachable" if unreachable else "waiting"
+    if slot.fate is members.Fate.FINISHED:
+        return "finished"
+    if slot.fate is members.Fate.LEFT:
+        return "left"
+    if slot.fate is members.Fate.GIVEN_UP:
+        return "failed"
+    match slot.process:
+        case members.Alive(greeted=False):
+            return "starting"
+        case members.Alive() if slot.away is not None and slot.is_left_out:
+            return f"busy: {slot.away.busy}" if slot.away.busy else "left out"
+        case members.Alive():
+            return "lost"
+        case members.Exited(restart_s=float()):
+            return "restarting"
+        case members.Ending() | members.Exited():
+            return "ended"
+
+
+def verdict(record: RoundRecord) -> str:
+    """Why the delay is what it is, in a line."""
+    named = {0: "without delay", 1: "with delay 1"}
+    known = [
+        f"{named[delay]} {harvest:.0%}"
+        for delay, harvest in enumerate(record.harvests or ())
+        if harvest is not None and delay in named
+    ]
+    return f"delay {record.delay} from round {record.round} on: of the workers' time is used {', '.join(known)}"
+
+
+def drifted(drift: DriftLine, roster: Sequence[str]) -> list[tuple[str, str]]:
+    """Whose weights differed and were healed, and that in a line; who is thrown out says so itself."""
+    return [
+        (
+            roster[member],
+            f"{roster[member]}'s weights differed from the others' after round {drift.round}: "
+            f"it takes them over from {roster[drift.donor]}",
+        )
+        for member in drift.healed
+        if max(member, drift.donor) < len(roster)
+    ]
+
+
+def event(worker: WorkerId, message: messages.FromWorker, calls: Sequence[MadeCall]) -> events.OfWorker:
+    """What a member says about itself; ``calls`` are those that the group has made."""
+    match message:
+        case messages.Ready():
+            return _offer(worker, message, calls)
+        case messages.Leaving(reason=reason):
+            return events.Leaving(worker, first_line(reason))
+        case messages.Stopped(era=era, exchange=exchange, active=active, failed=failed, whole=whole):
+            return events.Stopped(worker, era, exchange, active, first_line(failed), whole)
+        case messages.Unformed(era=era, unreached=unreached, connecting=connecting):
+            return events.Unformed(worker, era, tuple(WorkerId(name) for name in unreached), connecting)
+        case messages.Entered(era=era, exchange=exchange):
+            return events.Entered(worker, era, exchange)
+        case messages.Failed(reason=reason, fatal=fatal, own=own):
+            return events.Failed(worker, first_line(reason) or "no reason given", fatal, own)
+        case messages.Finished(left=left, over=over):
+            return events.Finished(worker, left, over)
+        case (
+            messages.Hello() | messages.Put() | messages.Lines() | messages.Plan() | messages.Saved() | messages.Beat()
+        ):
+            raise AssertionError("not an event of the roster")
+        case _:
+            assert_never(message)
+
+
+def beat(worker: WorkerId, m: messages.Beat) -> events.Beaten:
+    """A sign of life. Times are a worker's own word: what is no number counts as nothing."""
+    lasts_s, expected_s, pace, handoff_s = (
+        value if 0.0 <= value < math.inf else 0.0 for value in (m.lasts_s, m.expected_s, m.pace, m.handoff_s)
+    )
+    return events.Beaten(
+        worker,
+        m.round,
+        m.progress,
+        m.waiting,
+        m.usual_s,
+        m.active,
+        m.era,
+        m.exchange,
+        lasts_s,
+        m.ending,
+        first_line(m.busy)[:_BUSY_LETTERS],
+        expected_s,
+        pace,
+        handoff_s,
+    )
+
+
+def _seconds(ready: messages.Ready, name: str, least_s: float) -> float | None:
+    """A setting of the script; None where it has none, or one that makes no sense."""
+    try:
+        given_s = float(ready.signature.settings[name])
+    except (KeyError, ValueError):
+        return None
+    return given_s if given_s >= least_s else None
+
+
+def _offer(worker: WorkerId, ready: messages.Ready, calls: Sequence[MadeCall]) -> events.Offered:
+    length: int | None = None
+    recorded: int | None = None
+    call = ready.call
+    # Where the tasks differ, the group says so when the call is made.
+    if call is not None and 0 <= call.place < len(calls) and calls[call.place].task == call.task:
+        length, recorded = call.length, calls[call.place].length
+    dead_after_s = _seconds(ready, "dead_after", LEAST_DEAD_AFTER_S)
+    hung_after_s = _seconds(ready, "hung_after", LEAST_DEAD_AFTER_S)
+    return events.Offered(worker, terms(ready.signature), ready.address, dead_after_s, hung_after_s, length, recorded)
+
+
+def arrival(peer: int, hello: messages.Hello) -> events.Arrived:
+    """A worker introduces itself."""
+    return events.Arrived(
+        peer,
+        events.SlotId(hello.slot),
+        WorkerId(hello.worker),
+        hello.version,
+        hello.pid,
+        hello.era,
+        hello.exchange,
+        hello.active,
+        terms(hello.signature) if hello.signature is not None else None,
+        hello.address,
+    )
+
+
+def enlistment(peer: int, enlist: messages.Enlist) -> events.AgentArrived:
+    """A launcher introduces itself."""
+    slots = tuple(events.SlotId(name) for name in enlist.slots)
+    wanted = max(0, enlist.wanted)
+    return events.AgentArrived(peer, events.AgentId(enlist.agent), enlist.version, slots, wanted, enlist.owner)
+
+
+def terms(signature: messages.Signature) -> Terms:
+    """What a worker brings."""
+    parameters = tuple((name, tuple(shape), dtype) for name, shape, dtype in signature.parameters)
+    settings = tuple(sorted(signature.settings.items()))
+    return Terms(signature.version, parameters, settings, signature.torch, signature.python, signature.device)
+
+
+def started(effect: events.StartEra, term: int, written: int, last_round: int) -> messages.EraStart:
+    """An era begins; ``written`` records and rounds up to ``last_round`` are known of the run."""
+    return messages.EraStart(
+        term,
+        effect.era,
+        effect.attempt,
+        _texts(effect.roster),
+        effect.donor,
+        effect.exchange,
+        _addressed(effect.addresses),
+        written,
+        list(effect.checkpoints),
+        last_round,
+    )
+
+
+def planned(effect: events.PlanEra, term: int) -> messages.EraPlan:
+    """An era will begin."""
+    names, addresses = _texts(effect.roster), _addressed(effect.addresses)
+    return messages.EraPlan(term, effect.era, effect.attempt, names, effect.donor, addresses)
+
+
+def broken(effect: events.BreakEra, term: int) -> messages.Broken:
+    """The present era is over."""
+    return messages.Broken(term, effect.era, effect.reason, effect.attempt, _texts(effect.roster))
+
+
+def _texts(workers: Iterable[WorkerId]) -> list[str]:
+    """Names as they travel."""
+    return [str(worker) for worker in workers]
+
+
+def _addressed(addresses: Iterable[tuple[WorkerId, str]]) -> dict[str, str]:
+    """Addresses as they travel."""
+    return {str(name): address for name, address in addresses}
+
+
+def first_line(text: str) -> str:
+    """The first line; the rest of a long message is in the worker's own output."""
+    return printable(next(iter(text.strip().splitlines()), ""))
+
+
+def printable(text: str) -> str:
+    """What a terminal shows and does not obey, and not too much of it."""
+    text = text if len(text) <= TEXT_LENGTH else text[: TEXT_LENGTH - 1] + "…"
+    return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)

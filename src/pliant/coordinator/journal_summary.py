@@ -1,0 +1,227 @@
+"""What a journal comes to: all that a coordinator has to know of what is written.
+
+Question  Where does a run stand, without reading its whole journal again?
+Holds     One record in, the account goes on; its size does not depend on how many rounds there were. What a rewind
+          goes back behind counts only for the numbers: they are never used twice.
+Source    ours; docs/design/0020-coordinator-at-scale.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from pliant.coordinator.status import Figures, Tally
+from pliant.core.journal import records as journal
+from pliant.core.journal.records import Place
+from pliant.core.membership.roster import CHECKPOINTS_KEPT
+
+VERSION = 1
+
+BOOKMARKS = 64
+"""Places from which the figures can be counted again: a rewind reads a small part of a journal, however long it is."""
+
+
+class Bookmark(msgspec.Struct, frozen=True):
+    """A place in the journal, and what the figures were there."""
+
+    place: Place
+    written: int
+    figures: str
+    """``Figures`` as JSON: most are never read again"""
+
+
+class Saved(msgspec.Struct):
+    """An account as it is kept in a file."""
+
+    place: Place
+    figures: Figures
+    written: int
+    last_round: int
+    era: int
+    roster: list[str]
+    rewinds: int
+    missing: int
+    finishing: bool
+    checkpoints: list[tuple[str, int]]
+    end: journal.EndRecord | None
+    bookmarks: list[Bookmark]
+    """the last one before each checkpoint"""
+    version: int = VERSION
+    missing_why: str = ""
+
+
+class Account:
+    """Of one journal."""
+
+    def __init__(self, job: str, term: int = 1) -> None:
+        self.tally = Tally(job, term)
+        self.written = 0
+        """records of the workers, missing ones included; also the number of the next one"""
+        self.missing = 0
+        """of them: those that are not in the journal"""
+        self.missing_why = ""
+        """of the first of them"""
+        self.last_round = 0
+        """the highest number of a round that was ever written"""
+        self.era = 0
+        """of the last era record, and its roster"""
+        self.roster: list[str] = []
+        self.rewinds = 0
+        self.finishing = False
+        """a worker has come to the end of its script"""
+        self.checkpoints: list[tuple[str, int]] = []
+        """newest first: name and how many records of the workers lead to it"""
+        self.end: journal.EndRecord | None = None
+        """the last record, if that is one"""
+        self._bookmarks: list[Bookmark] = []
+
+    def add(self, record: journal.Record, now_s: float | None) -> None:
+        """Take in the next record of the history that counts; without a time: one that was written long ago."""
+        self.pass_over(record)
+        self.tally.add(record, now_s)
+        match record:
+            case journal.CheckpointRecord(name=name, records=records):
+                self.checkpoints = [(name, records), *self.checkpoints][:CHECKPOINTS_KEPT]
+            case journal.FinishingRecord():
+                self.finishing = True
+            case _:
+                pass
+
+    def pass_over(self, record: journal.Record) -> None:
+        """Take in the next record, whether or not it counts."""
+        self.written, before = journal.next_number(self.written, record), self.written
+        self.last_round = max(self.last_round, round_number(record))
+        self.end = record if isinstance(record, journal.EndRecord) else None
+        match record:
+            case journal.EraRecord(era=era, roster=roster):
+                self.era, self.roster = era, roster
+            case journal.RewindRecord():
+                self.rewinds += 1
+            case journal.GapRecord(reason=reason):
+                # Where nobody knows how many: at least one.
+                self.missing += max(1, self.written - before)
+                self.missing_why = self.missing_why or reason
+            case _:
+                pass
+
+    def begin_term(self, job: str, term: int, now_s: float, *, rewind: bool) -> None:
+        """Another coordinator goes on with it; ``rewind``: that the run ended, not well, is over."""
+        status = self.tally.status
+        status.job, status.term = job, term
+        if rewind:
+            self.finishing, self.end = False, None
+            status.ended, status.completed = None, False
+        self.tally.resume((), now_s)
+
+    # going back
+
+    def bookmark(self, place: Place) -> None:
+        """Everything up to this place is taken in and on disk."""
+        if self._bookmarks and self._bookmarks[-1].place == place:
+            return
+        figures = msgspec.json.encode(self.tally.figures()).decode()
+        self._bookmarks.append(Bookmark(place, self.written, figures))
+        if len(self._bookmarks) > BOOKMARKS:
+            # Every other one, but never those that a checkpoint needs.
+            needed = [self._before(records) for _, records in self.checkpoints]
+            self._bookmarks = [mark for i, mark in enumerate(self._bookmarks) if i % 2 == 0 or mark in needed]
+
+    def _before(self, records: int) -> Bookmark | None:
+        return next((mark for mark in reversed(self._bookmarks) if mark.written <= records), None)
+
+    def base(self, records: int) -> Place | None:
+        """From where the journal has to be read to count the figures after so many records of the workers."""
+        mark = self._before(records)
+        return mark.place if mark is not None else None
+
+    def go_back(self, record: journal.RewindRecord, since: Iterable[journal.Record] | None) -> bool:
+        """Forget what came after the checkpoint; ``since`` are the journal's records from ``base`` on.
+
+        False: they cannot be counted from there, since the run has gone back in between.
+        """
+        mark = self._before(record.records)
+        if mark is None or since is None:
+            return False
+        tally = Tally.restored(msgspec.json.decode(mark.figures, type=Figures))
+        number = mark.written
+        for each in since:
+            if number >= record.records:
+                break
+            if isinstance(each, journal.RewindRecord):
+                return False
+            if not isinstance(each, journal.FinishingRecord | journal.EndRecord):
+                tally.add(each, None)
+            number = journal.next_number(number, each)
+        self._went_back(record.records, tally)
+        return True
+
+    def recount(self, record: journal.RewindRecord, history: Iterable[journal.Record]) -> None:
+        """The same from the beginning; ``history`` are the records before it that count once it has gone back."""
+        tally = Tally(self.tally.status.job, self.tally.status.term)
+        tally.resume(history, None)
+        self._bookmarks = []
+        self._went_back(record.records, tally)
+
+    def _went_back(self, records: int, tally: Tally) -> None:
+        tally.plan(self.tally.status.epochs, self.tally.status.samples_planned)
+        self.tally = tally
+        self._bookmarks = [mark for mark in self._bookmarks if mark.written <= records]
+        self.checkpoints = [kept for kept in self.checkpoints if kept[1] <= records]
+        self.finishing, self.end = False, None
+
+    # keeping
+
+    def saved(self, place: Place) -> Saved:
+        """What is kept of it at this place."""
+        needed = {mark.written: mark for _, records in self.checkpoints if (mark := self._before(records)) is not None}
+        return Saved(
+            place,
+            self.tally.figures(),
+            self.written,
+            self.last_round,
+            self.era,
+            self.roster,
+            self.rewinds,
+            self.missing,
+            self.finishing,
+            self.checkpoints,
+            self.end,
+            [needed[written] for written in sorted(needed)],
+            missing_why=self.missing_why,
+        )
+
+    @classmethod
+    def restored(cls, saved: Saved, job: str, term: int) -> Account:
+        """What was kept, for the coordinator of another term."""
+        account = cls(job, term)
+        account.tally = Tally.restored(saved.figures)
+        account.tally.status.job, account.tally.status.term = job, term
+        account.written, account.last_round, account.missing = saved.written, saved.last_round, saved.missing
+        account.era, account.roster, account.rewinds = saved.era, saved.roster, saved.rewinds
+        account.finishing, account.checkpoints, account.end = saved.finishing, saved.checkpoints, saved.end
+        account.missing_why, account._bookmarks = saved.missing_why, saved.bookmarks
+        return account
+
+
+def accounted(records: Iterable[tuple[journal.Record, bool]], account: Account) -> Account:
+    """The account after these records, each with whether it counts."""
+    for record, counts in records:
+        if counts:
+            account.add(record, None)
+        else:
+            account.pass_over(record)
+    return account
+
+
+def account_of(records: list[journal.Record], job: str = "job", term: int = 1) -> Account:
+    """Of a whole journal in memory."""
+    rewinds = [(place, each.records) for place, each in enumerate(records) if isinstance(each, journal.RewindRecord)]
+    judged = ((record, counts) for _, record, counts in journal.judged(records, rewinds))
+    return accounted(judged, Account(job, term))
+
+
+def round_number(record: journal.Record) -> int:
+    """Of the round that the record is about, or passes over."""
+    return int(getattr(record, "void", 0) or getattr(record, "round", 0))

@@ -1,0 +1,76 @@
+"""What a coordinator begins with.
+
+Question  What is fixed for a run before it starts, and what does a lost coordinator's journal leave to the next one?
+Holds     A pure function of the charter, the records and the clock. What is written was settled: nobody begins anew.
+Source    ours; docs/design/0007-elastic.md, docs/design/0014-checkpoints.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from pliant.coordinator.journal_summary import Account
+from pliant.core.journal import records as journal
+from pliant.core.membership import advance
+from pliant.core.membership import roster as members
+from pliant.core.membership.events import Ended
+from pliant.types import WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Charter:
+    """What is fixed for a run before it starts. ``workers`` is how many its launcher begins with."""
+
+    job: str
+    script: str
+    version: str
+    workers: int = 1
+    dead_after_s: float = members.DEAD_AFTER_S
+    min_workers: int = 1
+    max_workers: int | None = None
+    grace_s: float = members.GRACE_S
+    script_digest: str = ""
+    arguments_digest: str = ""
+
+    @property
+    def rules(self) -> members.Rules:
+        """What the decisions depend on."""
+        return members.Rules(self.script, self.version, self.min_workers, self.max_workers, self.grace_s)
+
+    def record(self, started_unix_s: float) -> journal.RunRecord:
+        """The journal's first one."""
+        return journal.RunRecord(
+            self.job, self.version, started_unix_s, script=self.script_digest, arguments=self.arguments_digest
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Legacy:
+    """What a lost coordinator leaves."""
+
+    state: members.Roster
+    end: Ended | None = None
+    """it died while it said goodbye"""
+
+
+def inherited(charter: Charter, account: Account, term: int, now_s: float, *, rewind: bool = False) -> Legacy:
+    """What a journal leaves to the coordinator of this term; ``rewind``: nobody else is left either."""
+    names = [WorkerId(name) for name in account.roster]
+    # What is written was settled: nobody may begin anew.
+    settled = max(account.tally.status.rounds, min(account.written, 1))
+    state = advance.resumed(charter.rules, term, charter.dead_after_s, now_s, account.era, names, settled)
+    state = replace(state, checkpoints=checkpoints(account), rewinds=account.rewinds)
+    if rewind:
+        return Legacy(advance.rewound(state))
+    end = account.end
+    if end is not None:
+        state = advance.ended(state, end.reason, completed=end.completed, exit_status=end.exit_status)
+        return Legacy(state, Ended(end.reason, end.completed, end.exit_status))
+    return Legacy(advance.finishing(state, now_s) if account.finishing else state)
+
+
+def checkpoints(account: Account) -> tuple[str, ...]:
+    """The names of those that exist, newest first."""
+    return tuple(name for name, _ in account.checkpoints)

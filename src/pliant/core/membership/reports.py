@@ -1,0 +1,132 @@
+"""Where a member is, as it says itself.
+
+Question  What follows from a member's word that it is in an era, or has stopped; and what may it have missed?
+Holds     Nothing is believed of an era that nobody can be in, and nothing counts that was said before the present era
+          was heard of. Who may have missed something is told again.
+Source    ours; docs/design/0007-elastic.md.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from pliant.core.membership.eras import ERAS_UNKNOWN
+from pliant.core.membership.events import AskToLeave, BreakEra, Effect, Entered, Note, Stopped, VoidPlan
+from pliant.core.membership.roster import (
+    Forming,
+    Gathering,
+    Halting,
+    Idle,
+    Member,
+    Planned,
+    Roster,
+    Running,
+    Steady,
+    Step,
+    Waiting,
+    Worker,
+    with_standing,
+    worker_of,
+)
+from pliant.types import WorkerId
+
+ERAS_AHEAD = 100 * ERAS_UNKNOWN
+"""Further ahead than this of what a new coordinator knows nobody can be."""
+
+
+def entered(state: Roster, worker: Worker, event: Entered, now_s: float) -> Step:
+    """A member is in an era."""
+    member = worker.standing
+    is_late = isinstance(member, Waiting) and isinstance(state.course, Halting)
+    if isinstance(member, Waiting):
+        # It went into an era that another coordinator had planned.
+        member = Member(member.address, now_s, progress_s=now_s)
+        state = with_standing(state, worker, member)
+        worker = replace(worker, standing=member)
+    if not isinstance(member, Member) or event.era <= member.era:
+        return state, ()
+    is_new = member.era == 0
+    state = with_era_of(state, worker, event.era, event.exchange, None, now_s)
+    first = state.last_era == 1
+    note = Note("joined", f"{worker.name} joined", worker.name, quiet=first)
+    missed = redelivered(state, worker.name) if is_late else ()
+    return state, (note, *missed) if is_new else missed
+
+
+def is_credible(state: Roster, era: int) -> bool:
+    """Whether somebody can be in that era: a run's first coordinator has begun every one itself."""
+    return era <= state.last_era or (state.term > 1 and era <= state.last_era + ERAS_AHEAD * state.term)
+
+
+def with_era_of(state: Roster, worker: Worker, era: int, exchange: int, active: bool | None, now_s: float) -> Roster:
+    """The state after a member has said where it is."""
+    member = worker.standing
+    if not isinstance(member, Member):
+        return state
+    member = replace(
+        member,
+        era=max(era, member.era),
+        exchange=max(exchange, member.exchange),
+        # What it said when it stopped counts: a link that has come back tells of the user's own state, too.
+        active=member.active if active is None or member.stopped_s is not None else active,
+        progress_s=now_s,
+    )
+    state = with_standing(state, worker, member)
+    # A new coordinator may hear of eras that are not in the journal yet.
+    if era > state.last_era:
+        state = replace(state, last_era=era, hearsay=True)
+        if isinstance(state.course, Steady):
+            state = replace(state, course=replace(state.course, era=era))
+        elif isinstance(state.course, Idle) and isinstance(state.stage, Gathering):
+            # It was lost before the first era was on disk.
+            state = replace(state, stage=Running(), course=Steady(era, 0))
+    return replace(state, settled=max(state.settled, exchange))
+
+
+def stopped(state: Roster, worker: Worker, event: Stopped, now_s: float) -> Step:
+    """A member has stopped, told or not. What it said before it heard of the present era does not count."""
+    member = worker.standing
+    match state.course:
+        case Forming(start=start):
+            lowest = start.era
+        case Steady(floor=floor) | Planned(floor=floor) | Halting(floor=floor):
+            lowest = floor
+        case Idle():
+            return state, ()
+    if not isinstance(member, Member) or event.era < lowest or member.stopped_s is not None:
+        return state, ()
+    member = replace(
+        member,
+        stopped_s=now_s,
+        exchange=event.exchange,
+        active=event.active,
+        whole=event.whole,
+        failed=event.failed,
+        progress_s=now_s,
+    )
+    state = replace(state, settled=max(state.settled, event.exchange), last_era=max(state.last_era, event.era))
+    return with_standing(state, worker, member), ()
+
+
+def redelivered(state: Roster, name: WorkerId) -> tuple[Effect, ...]:
+    """What a worker must be told that may have missed it."""
+    worker = worker_of(state, name)
+    member = worker.standing if worker is not None else None
+    voided = state.reach.voided
+    if isinstance(member, Waiting) and voided > 0:
+        return (VoidPlan(voided, (name,)),)
+    if not isinstance(member, Member):
+        return ()
+    effects: tuple[Effect, ...] = ()
+    match state.course:
+        case Steady(era=era) if voided > era:
+            effects = (VoidPlan(voided, (name,)),)
+        case Forming(start=start) if member.era < start.era:
+            effects = (replace(start, to=(name,)),)
+        case Planned(plan=plan) if member.era < plan.era and name in plan.to:
+            effects = (replace(plan, to=(name,)),)
+        case Halting(era=era, reason=reason, attempt=attempt, roster=roster) if member.stopped_s is None:
+            effects = (BreakEra(era, reason, (name,), attempt, roster),)
+        case _:
+            pass
+    return (*effects, AskToLeave(name, member.leaving or "")) if member.asked else effects

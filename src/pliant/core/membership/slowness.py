@@ -1,0 +1,129 @@
+"""Who is left out for being slow, and who counts as hung.
+
+Question  A process is alive, but its main loop does not get on and others wait for it: when do they go on without it,
+          and when is it killed?
+Holds     A worker is left out only while another one that holds the state really waits for it, and only where the
+          others would lose more by waiting than it loses by taking the state over again. Nobody is left out before its
+          first contribution of a phase, unless its script has said that it is busy; nor while somebody who waits is
+          behind it, for then the update it has made would be made a second time. A worker is killed only after
+          ``hung_after``, never while its script says that it is busy, and never as the last one that holds the state.
+Source    ours; docs/design/0022-slow-is-not-hung.md. Waiting as long again as one has waited already is at most twice
+          as bad as knowing the future (ski rental; Karlin et al. 1988).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import msgspec
+
+from pliant.core.membership.roster import Connected, Member, Roster, members_of
+
+SLOW_STEPS = 10
+"""A main loop that takes so many times its usual step while others wait is slow."""
+
+BUSY_S = 0.25
+"""For a worker that is busy others have waited so long before they go on without it: a new era takes about as long."""
+
+REGROUP_S = 0.15
+"""What a new era costs the others: forming a group, and computing once more what was in flight."""
+
+HANDOFF_S = 1.0
+"""How long a worker takes to take the state over, until it has been measured."""
+
+
+class Verdict(enum.Enum):
+    """What is to be done about a member."""
+
+    GOES_ON = "goes on"
+    LEFT_OUT = "left out"
+    HUNG = "hung"
+
+
+class Others(msgspec.Struct, frozen=True):
+    """What matters about all members together: looked at once, however many are judged."""
+
+    members: int
+    exchange: float
+    """the least that one who waits has settled; infinite: nobody waits"""
+    since_s: float
+    """since when somebody waits"""
+    computing_since_s: float
+    """... who would compute meanwhile"""
+    waiting_pace: float
+    """of those, together"""
+    pace: float
+    """of all members, together"""
+    usual_pace: float
+    """of one that was not measured"""
+    handoff_s: float
+    """the longest that is known; 0: none is"""
+
+
+def others(state: Roster) -> Others:
+    """How it stands with the members. Who holds nothing does not count as waiting."""
+    present = list(members_of(state))
+    known = [member.pace for _, member in present if member.pace > 0]
+    usual = math.fsum(known) / len(known) if known else 1.0
+    waiting = [
+        (member, _since_s(member))
+        for worker, member in present
+        if member.is_active and _is_idle(member) and isinstance(worker.line, Connected)
+    ]
+    computing = [(member, since_s) for member, since_s in waiting if not member.ending]
+    return Others(
+        members=len(present),
+        exchange=min((member.exchange for member, _ in waiting), default=math.inf),
+        since_s=min((since_s for _, since_s in waiting), default=math.inf),
+        computing_since_s=min((since_s for _, since_s in computing), default=math.inf),
+        waiting_pace=math.fsum(member.pace or usual for member, _ in computing),
+        pace=math.fsum(member.pace or usual for _, member in present),
+        usual_pace=usual,
+        handoff_s=max((member.handoff_s for _, member in present), default=0.0),
+    )
+
+
+def _is_idle(member: Member) -> bool:
+    return member.waiting or member.stopped_s is not None
+
+
+def _since_s(member: Member) -> float:
+    return member.progress_s if member.stopped_s is None else member.stopped_s
+
+
+def judged(state: Roster, all_: Others, member: Member, now_s: float) -> Verdict:
+    """What is to be done about this member now."""
+    if _is_idle(member) or all_.exchange == math.inf or all_.exchange < member.exchange:
+        return Verdict.GOES_ON
+    lasts_s = now_s - member.progress_s
+    if not member.busy and min(lasts_s, now_s - all_.since_s) > state.hung_after_s:
+        return Verdict.HUNG
+    if now_s - all_.computing_since_s <= _patience_s(state, member) or all_.members <= state.rules.min_workers:
+        # Or the others could not go on without it.
+        return Verdict.GOES_ON
+    return Verdict.LEFT_OUT if _pays(all_, member, lasts_s) else Verdict.GOES_ON
+
+
+def kill_s(state: Roster, member: Member, now_s: float) -> float:
+    """When the process of a member that is left out now is killed, if it has not come back by then."""
+    if member.busy:
+        return math.inf
+    return max(now_s, member.progress_s + state.hung_after_s)
+
+
+def _patience_s(state: Roster, member: Member) -> float:
+    if member.busy:
+        return BUSY_S
+    if member.usual_s <= 0:
+        return math.inf
+    return max(state.dead_after_s, SLOW_STEPS * member.usual_s)
+
+
+def _pays(all_: Others, member: Member, lasts_s: float) -> bool:
+    """Whether those who wait would lose more than a new era and the state's way back to the slow one cost."""
+    pace = member.pace or all_.usual_pace
+    # Nothing is known of what is to come but this: it has lasted so long, or it takes so long as a rule.
+    wait_s = max(lasts_s, member.expected_s - lasts_s)
+    handoff_s = member.handoff_s or all_.handoff_s or HANDOFF_S
+    return all_.waiting_pace * wait_s > pace * handoff_s + (all_.pace - pace) * REGROUP_S

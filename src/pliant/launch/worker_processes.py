@@ -1,0 +1,116 @@
+"""The workers' processes of one launcher.
+
+Question  Which processes run here, and how did those end that do not?
+Holds     A slot has at most one process at a time. How its last one ended is known until the next is started, so that
+          it can be told again to a coordinator that has not heard of it.
+Source    ours; docs/design/0007-elastic.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pliant.control.messages import Exited
+from pliant.environment import Job, worker_environment
+from pliant.launch.job import JobSpec, each
+from pliant.launch.output import SeenTracebacks
+from pliant.launch.process import Stream, WorkerProcess
+from pliant.launch.run_directory import LOGS, Access
+
+
+class Slots:
+    """Starts, signals and ends processes by the names of their slots. Unknown names are passed over."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        directory: Path,
+        access: Access,
+        show: Callable[[str, str, Stream], None],
+        ended: Callable[[Exited], None],
+        *,
+        owns: bool = False,
+    ) -> None:
+        """``owns``: the run in ``directory`` is this launcher's own."""
+        self._spec = spec
+        self._logs = directory / LOGS
+        self._run = str(directory) if owns else ""
+        self._access = access
+        self._show = show
+        self._ended = ended
+        self._seen = SeenTracebacks()
+        self._processes: dict[str, WorkerProcess] = {}
+        self._started_s: dict[str, float] = {}
+        self.exits: dict[str, Exited] = {}
+        """of slots whose process has ended and was not started again"""
+
+    @property
+    def names(self) -> list[str]:
+        """All slots, in the order of their first start."""
+        return list(self._processes)
+
+    @property
+    def alive(self) -> list[str]:
+        """Slots whose process runs."""
+        return [slot for slot, process in self._processes.items() if process.is_alive]
+
+    def alive_for(self, seconds: float) -> list[str]:
+        """Slots whose process has run for so long."""
+        now_s = time.monotonic()
+        return [slot for slot in self.alive if now_s - self._started_s[slot] >= seconds]
+
+    def start(self, slot: str) -> None:
+        """Start the slot's process, unless it runs."""
+        if slot in self._processes and self._processes[slot].is_alive:
+            return
+        spec = self._spec
+        place = self.names.index(slot) if slot in self._processes else len(self._processes)
+        job = Job(
+            self._access.address,
+            self._access.token,
+            slot,
+            each(spec.paces, place, 1.0),
+            each(spec.sizes, place, None),
+            grace_s=spec.grace_s,
+            authority=str(self._access.authority or ""),
+            directory=self._run,
+        )
+        process = WorkerProcess(slot, self._logs / f"{slot}.log", self._seen, self._show, self._exited)
+        self._processes[slot] = process
+        self._started_s[slot] = time.monotonic()
+        self.exits.pop(slot, None)
+        command = [sys.executable, "-u", *(("-m",) if spec.module else ()), spec.script, *spec.args]
+        process.start(command, worker_environment(job, spec.workers))
+
+    def terminate(self, slot: str) -> None:
+        """Ask the slot's process to go; it is killed if it has not within the grace."""
+        process = self._processes.get(slot)
+        if process is not None and process.is_alive:
+            process.signal(signal.SIGTERM)
+            # Bound to this process: one that takes its place later has its own time.
+            asyncio.get_running_loop().call_later(self._spec.grace_s, process.kill)
+
+    def kill(self, slot: str) -> None:
+        """End the slot's process and its children."""
+        if slot in self._processes:
+            self._processes[slot].kill()
+
+    def pause(self) -> None:
+        """Show what was held back in hope of more."""
+        for process in self._processes.values():
+            process.pause()
+
+    def dispose(self) -> None:
+        """Leave no process behind, whatever happened."""
+        for process in self._processes.values():
+            process.dispose()
+
+    def _exited(self, process: WorkerProcess, status: int) -> None:
+        exited = Exited(process.slot, process.pid, status, process.error)
+        self.exits[process.slot] = exited
+        self._ended(exited)

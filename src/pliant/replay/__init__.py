@@ -1,0 +1,1 @@
+"""replay: How is a recorded run computed again by one process?"""

@@ -1,0 +1,212 @@
+"""The workers' contributions, as a replay computes them.
+
+Question  What has been computed of each contribution, and what does the update make of all of them?
+Holds     Every stretch is computed at the point where its worker computed it: with its view of the buffers, at plain
+          weights or looking ahead from what it had handed in. A contribution is compared once, when all of it is
+          computed.
+Source    docs/design/0012-replay.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pliant.core.journal.trace import Part, Stretch, Update
+from pliant.core.rounds import Group
+from pliant.core.tickets import Flag
+from pliant.errors import Diverged
+from pliant.replay.buffers import Handing, Views
+from pliant.replay.compare import Comparison
+from pliant.tensors.gradients import Buffer
+from pliant.worker.training import Training
+
+
+@dataclass(slots=True)
+class _Take:
+    """A contribution as it is computed here."""
+
+    buffer: Buffer | None = None
+    weight: float = 0.0
+    loss: Tensor | float = 0.0
+    norm: float | None = 0.0
+    present: int = 0
+    scale: float = 1.0
+    """of the losses whose gradients lie in the buffer"""
+    merged: Tensor | None = None
+    finished: bool = False
+    left_out: bool = False
+    """a backward pass has failed"""
+
+
+class Takes:
+    """Those that no update has used up yet."""
+
+    def __init__(self, training: Training, views: Views, comparison: Comparison) -> None:
+        self._training = training
+        self._views = views
+        self._comparison = comparison
+        self._takes: dict[Part, _Take] = {}
+        self._spare: list[Buffer] = []
+        self._weights_before: list[Tensor] = []
+        """of the last update, where look-aheads may depart from them"""
+
+    def add(self, part: Part, weight: float, loss_sum: Tensor | float) -> None:
+        """A micro-batch of it is computed; its gradients lie in the buffer."""
+        take = self._takes[part]
+        take.weight += weight
+        take.loss = take.loss + loss_sum
+
+    def leave_out(self, part: Part) -> None:
+        """A backward pass of it has failed: nothing that was computed of it counts."""
+        take = self._takes[part]
+        take.weight, take.loss, take.left_out = 0.0, 0.0, True
+        self._training.gradients.discard()
+
+    def forget(self) -> None:
+        """What was computed and not used counts for nothing."""
+        for take in self._takes.values():
+            self._let_go(take)
+        self._takes.clear()
+
+    # -- evaluate
+
+    def begin_evaluating(self, part: Part) -> None:
+        """Only sums and counts follow."""
+        self._takes.setdefault(part, _Take())
+
+    def evaluated(self, part: Part) -> tuple[float, float]:
+        """All of its part of an exchange is computed: sum and count."""
+        take = self._takes.pop(part, _Take())
+        return float(take.loss), take.weight
+
+    # -- training
+
+    def begin(self, stretch: Stretch, group: Group) -> None:
+        """Put the model where this stretch was computed."""
+        part, training = stretch.part, self._training
+        take = self._takes.get(part)
+        begun = take is not None
+        if take is None:
+            take = self._takes[part] = _Take(scale=training.scale)
+        before = None if begun else part.before
+        if before is not None and (before.round == 0 or before.round > group.round):
+            # It was handed in before this one was begun.
+            self._finish(before, group)
+        take.buffer = take.buffer or self._blank(training.look())
+        self._views.show(part.worker)
+        training.back()
+        if stretch.ahead:
+            self._go_ahead(before, take.buffer, group)
+        if take.scale != training.scale:
+            # It has moved since the last stretch, as it did on the worker.
+            take.buffer.scale(training.scale / take.scale)
+            take.scale = training.scale
+        training.gradients.fill(take.buffer, begun=begun)
+        if before is not None and before.round == 0:
+            self._let_go(self._takes.pop(before))
+
+    def apply(self, item: Update, group: Group) -> float:
+        """Make the update of a round, from ``group``; the learning rate that it was made with."""
+        training, outcome, record = self._training, item.outcome, item.record
+        training.back()
+        takes = [
+            _Take(finished=True) if part.line is None or part.line.flags & Flag.FOLLOWING else self._finish(part, group)
+            for part in item.parts
+        ]
+        present = 0
+        for take in takes:
+            present |= take.present
+        self._merge(item, takes)
+        if training.lookahead is not None and training.lookahead.repeats:
+            self._weights_before = [p.detach().clone() for p in training.parameters]
+        rate = training.rate * outcome.factor
+        self._comparison.rate(rate, record)
+        summed = self._summed(takes, outcome.layout)
+        training.gradients.fill(summed, begun=True)
+        training.apply(outcome, summed, present, measures=outcome.measures)
+        training.advance_schedule(item.before.scheduled, item.group.scheduled)
+        self._comparison.measure(training.measured, record)
+        for part, take in zip(item.parts, takes, strict=True):
+            self._takes.pop(part, None)
+            self._let_go(take)
+        return rate
+
+    def _go_ahead(self, before: Part | None, blank: Buffer, group: Group) -> None:
+        """Look ahead as this worker did, from the contribution that it had handed in."""
+        training = self._training
+        if before is None or training.lookahead is None:
+            raise Diverged(f"round {group.round}: the run looked ahead where the script has nothing to look from")
+        handed = self._takes.get(before, _Take())
+        training.gradients.fill(handed.buffer or blank, begun=True)
+        training.park(handed.weight, handed.norm, handed.present)
+        if not before.point.fresh and self._weights_before:
+            training.lookahead.depart_from(self._weights_before)
+        training.look_ahead(group.rate.factor)
+
+    def _finish(self, part: Part, group: Group) -> _Take:
+        """Everything of a contribution is computed: what its ticket says is known."""
+        take = self._takes.setdefault(part, _Take())
+        if take.finished:
+            return take
+        take.finished = True
+        training = self._training
+        loss = float(take.loss)
+        norm = 0.0
+        if take.buffer is not None:
+            training.gradients.fill(take.buffer, begun=True)
+            # As it was handed in: with an overlap in the layout that was agreed on before.
+            training.gradients.lay_out(group.trained if group.overlap else training.look())
+            take.buffer = training.gradients.filling
+            assert take.buffer is not None
+            take.present = training.gradients.present()
+            take.buffer.scale(1.0 / take.scale)
+            norm = take.buffer.squared_norm()
+        take.norm = norm if math.isfinite(loss + norm) else None
+        if take.left_out and part.line is not None and part.line.flags & Flag.NONFINITE:
+            # Its ticket was with the others already when the pass failed.
+            take.weight, loss, take.norm = part.line.weight, part.line.loss_sum, None
+        if part.line is not None:
+            take.merged = self._views.handed_in(group, part.worker, take.weight)
+        self._comparison.ticket(part, take.weight, loss, take.norm, training.reference)
+        return take
+
+    def _merge(self, item: Update, takes: list[_Take]) -> None:
+        """Bring in the merged buffers, on every worker."""
+        handed = [
+            Handing(
+                worker,
+                take.merged,
+                computed=take.buffer is not None,
+                follows=part.line is not None and bool(part.line.flags & Flag.FOLLOWING),
+            )
+            for worker, part, take in zip(item.before.roster, item.parts, takes, strict=True)
+        ]
+        self._views.merge(item.before, handed, item.outcome)
+
+    def _summed(self, takes: list[_Take], layout: bytes) -> Buffer:
+        """The sum of all contributions, in the buffer of the first."""
+        parameters = self._training.parameters
+        for take in takes:
+            if take.buffer is not None and layout:
+                take.buffer = take.buffer.laid_out_for(parameters, layout)
+        buffers = [take.buffer for take in takes if take.buffer is not None]
+        if not buffers:
+            return self._blank(layout or self._training.look())
+        for other in buffers[1:]:
+            for into, flat in zip(buffers[0].flats, other.flats, strict=True):
+                into.add_(flat)
+        return buffers[0]
+
+    def _blank(self, members: bytes) -> Buffer:
+        """One with nothing in it, for these parameters."""
+        self._spare = [buffer for buffer in self._spare if buffer.members == members]
+        return self._spare.pop() if self._spare else Buffer(self._training.parameters, members)
+
+    def _let_go(self, take: _Take) -> None:
+        """Its gradients are not needed any more."""
+        if take.buffer is not None:
+            take.buffer.clear()
+            self._spare.append(take.buffer)

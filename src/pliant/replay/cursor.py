@@ -1,0 +1,125 @@
+"""A place in a score.
+
+Question  Which item comes next, and which micro-batch does the script's loop body compute now?
+Holds     Items are taken one after another, each once; stretches that were laid out are drawn before the next item.
+Source    docs/design/0012-replay.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator
+
+from pliant.core.journal.trace import Bodies, Ended, Exchange, Item, Opened, Part, Score, Start, Stretch
+from pliant.core.ledger import MicroBatch
+from pliant.errors import UsageError
+
+# What the loader may read in advance.
+_AHEAD = 64
+
+
+class Reading:
+    """Follows the script through the items."""
+
+    def __init__(self, items: list[Item]) -> None:
+        self._items = items
+        self._cursor = 0
+        self._waiting: list[Stretch] = []
+        """of the bodies that come next"""
+        self._stretch: Stretch | None = None
+        """that the script is in, and what is left of it"""
+        self._left: list[MicroBatch] = []
+        self.part: Part | None = None
+        """whose micro-batch was drawn last"""
+        self.computed = True
+        """``backward`` was called for it, or none was drawn"""
+
+    # -- items
+
+    def rest(self) -> Iterator[Item]:
+        """The items from here on; each is taken as it is given out."""
+        return self.up_to(len(self._items))
+
+    def up_to(self, place: int) -> Iterator[Item]:
+        """The items before that place, likewise."""
+        while self._cursor < place:
+            self._cursor += 1
+            yield self._items[self._cursor - 1]
+
+    def to_come(self) -> Iterator[Item]:
+        """The items from here on; they stay where they are."""
+        return itertools.islice(self._items, self._cursor, None)
+
+    # -- loop bodies
+
+    def lay_out(self, stretches: Iterable[Stretch]) -> None:
+        """These are to be computed next."""
+        self._waiting = [stretch for stretch in stretches if stretch.micro_batches]
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether there are stretches that have not begun."""
+        return bool(self._waiting)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something is left to be drawn before the next item."""
+        return bool(self._left or self._waiting)
+
+    def begun(self) -> Stretch | None:
+        """The stretch that begins now; None inside one."""
+        if self._left:
+            return None
+        self._stretch = self._waiting.pop(0)
+        self._left = list(self._stretch.micro_batches)
+        return self._stretch
+
+    def drawn(self) -> MicroBatch:
+        """The next micro-batch of the stretch."""
+        assert self._stretch is not None
+        self.part, self.computed = self._stretch.part, False
+        return self._left.pop(0)
+
+    def leave_body(self) -> bool:
+        """The script's loop body has run; whether that was the last one of its stretch."""
+        self.computed = True
+        if self._left or self._stretch is None:
+            return False
+        self._stretch = self.part = None
+        return True
+
+    def upcoming(self, phase: int) -> tuple[MicroBatch, ...]:
+        """What will be drawn next in the innermost call, that of ``phase``."""
+        found = list(self._left)
+        for stretch in self._waiting:
+            found += stretch.micro_batches
+        nested = 0
+        for item in self.to_come():
+            if len(found) >= _AHEAD or (isinstance(item, Ended) and item.record.phase == phase):
+                break
+            match item:
+                case Opened():
+                    nested += 1
+                case Ended():
+                    nested -= 1
+                case Bodies() if not nested:
+                    found += [mb for stretch in item.stretches for mb in stretch.micro_batches]
+                case Exchange() if not nested:
+                    found += [mb for part in item.parts for mb in part.micro_batches]
+                case _:
+                    pass
+        return tuple(found[:_AHEAD])
+
+
+def start_before(score: Score, since: int, there: Collection[str]) -> Start:
+    """The last checkpoint up to round ``since`` that is there and can be started from."""
+    for start in reversed(score.starts):
+        if start.checkpoint.round <= since and start.checkpoint.name in there:
+            return start
+    possible = ", ".join(str(s.checkpoint.round) for s in score.starts if s.checkpoint.name in there)
+    raise UsageError(
+        f"there is no checkpoint up to round {since} to start from. The journal names {score.checkpoints}; in "
+        f"{score.checkpoints - len(score.starts)} of them something was under way that was computed before (with "
+        "delay 1 it always is, but in an epoch's first round), and of the others there are now those of rounds: "
+        f"{possible or 'none'}"
+    )

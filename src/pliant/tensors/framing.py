@@ -1,0 +1,174 @@
+"""Bytes between a donor and a newcomer: who is who, messages, checksummed chunks.
+
+Question  How do two processes that share a token exchange messages and large memory over a plain connection?
+Holds     Both prove that they know the token, which is never sent, before either sends anything else. Every length is
+          checked before memory is taken for it. Whatever is wrong with what the peer sent is ``Broken``, with a text
+          that reads on from "the donor at …". Nothing is secret: use it in a network you trust.
+Source    ours; docs/design/0007-elastic.md. Challenge and response by HMAC (RFC 2104), CRC-32 as in zlib.
+
+    donor: greeting, nonce   newcomer: nonce, HMAC(token, "newcomer", both)   donor: HMAC(token, "donor", both)
+    message: length, msgpack         chunk: length, crc32, bytes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import select
+import socket
+import struct
+import weakref
+import zlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import msgspec
+
+from pliant.auth import NONCE_BYTES, PROOF_BYTES, is_proof, proof
+
+CHUNK_BYTES = 1 << 20
+"""Small enough to be checked in a millisecond, large enough for the header not to count."""
+
+FRAME_BYTES = 4 << 20
+"""Of one message: the names of some 50,000 tensors."""
+
+_GREETING = b"pliant handoff 1\n"
+_CHUNK = struct.Struct("!II")
+_LENGTH = struct.Struct("!I")
+
+
+class Broken(Exception):
+    """The stream cannot be trusted or has ended; says why."""
+
+
+# -- proving who one is
+
+
+def welcome(reader: BinaryIO, writer: BinaryIO, token: str) -> None:
+    mine = secrets.token_bytes(NONCE_BYTES)
+    writer.write(_GREETING + mine)
+    writer.flush()
+    theirs = _read(reader, NONCE_BYTES)
+    if not is_proof(_read(reader, PROOF_BYTES), token, b"newcomer", mine, theirs):
+        raise Broken("does not know the token of the job")
+    writer.write(proof(token, b"donor", theirs, mine))
+    writer.flush()
+
+
+def introduce(reader: BinaryIO, writer: BinaryIO, token: str) -> None:
+    if _read(reader, len(_GREETING)) != _GREETING:
+        raise Broken("is no donor of this version of Pliant")
+    theirs = _read(reader, NONCE_BYTES)
+    mine = secrets.token_bytes(NONCE_BYTES)
+    writer.write(mine + proof(token, b"newcomer", theirs, mine))
+    writer.flush()
+    try:
+        answer = _read(reader, PROOF_BYTES)
+    except (Broken, ConnectionError):
+        raise Broken("did not accept the token of the job") from None
+    if not is_proof(answer, token, b"donor", mine, theirs):
+        raise Broken("does not know the token of the job")
+
+
+# -- bytes
+
+
+def decoded(frame: bytes, kind: Any) -> Any:
+    try:
+        return _decoder(kind).decode(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise Broken(f"sent a message that makes no sense: {error}") from None
+
+
+@functools.cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+def read_frame(reader: BinaryIO) -> bytes:
+    (length,) = _LENGTH.unpack(_read(reader, _LENGTH.size))
+    if length > FRAME_BYTES:
+        raise Broken(f"announces a message of {length} bytes, more than {FRAME_BYTES}")
+    return _read(reader, length)
+
+
+def write_frame(writer: BinaryIO, payload: bytes) -> None:
+    if len(payload) > FRAME_BYTES:
+        raise Broken(f"cannot be sent a message of {len(payload)} bytes, more than {FRAME_BYTES}: ask for less at once")
+    writer.write(_LENGTH.pack(len(payload)))
+    writer.write(payload)
+
+
+def _slices(memory: memoryview) -> Iterator[memoryview]:
+    return (memory[start : start + CHUNK_BYTES] for start in range(0, len(memory), CHUNK_BYTES))
+
+
+def write_chunks(writer: BinaryIO, memory: memoryview) -> None:
+    for chunk in _slices(memory):
+        writer.write(_CHUNK.pack(len(chunk), zlib.crc32(chunk)))
+        writer.write(chunk)
+
+
+def read_chunks(reader: BinaryIO, memory: memoryview) -> None:
+    """Fill ``memory`` with the chunks that its sender cut it into."""
+    for chunk in _slices(memory):
+        length, checksum = _CHUNK.unpack(_read(reader, _CHUNK.size))
+        if length != len(chunk):
+            raise Broken(f"sent a chunk of {length} bytes in place of {len(chunk)}")
+        _read_into(reader, chunk)
+        if zlib.crc32(chunk) != checksum:
+            raise Broken("sent a damaged chunk: its checksum is wrong")
+
+
+def _read(reader: BinaryIO, length: int) -> bytes:
+    data = bytearray(length)
+    _read_into(reader, memoryview(data))
+    return bytes(data)
+
+
+def _read_into(reader: Any, memory: memoryview) -> None:
+    while len(memory):
+        count = reader.readinto(memory)
+        if not count:
+            raise Broken("ended the stream too early")
+        memory = memory[count:]
+
+
+# -- sockets
+
+
+def shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def hung_up(connection: socket.socket) -> bool:
+    """Whether the peer has gone, or speaks out of turn."""
+    look = select.poll()  # select() refuses descriptors above 1023
+    try:
+        look.register(connection, select.POLLIN)
+        return bool(look.poll(0))
+    except (OSError, ValueError):
+        return True
+
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_registered = False
+
+
+def close_in_children(own: socket.socket) -> None:
+    """A forked loader that keeps a copy of the socket would hide its parent's death."""
+    global _registered
+    _sockets.add(own)
+    if not _registered and hasattr(os, "register_at_fork"):
+        _registered = True
+        os.register_at_fork(after_in_child=_drop_sockets)
+
+
+def _drop_sockets() -> None:
+    for each in list(_sockets):
+        with contextlib.suppress(OSError):
+            # close() would wait for the files made of it.
+            os.close(each.detach())

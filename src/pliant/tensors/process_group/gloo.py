@@ -1,0 +1,405 @@
+"""The era's process group: tickets gathered and gradients summed in the background.
+
+Question  How does a contribution travel while the worker computes on, and how does a group come and go meanwhile?
+Holds     Nothing here blocks the caller except ``wait``, ``broadcast`` and ``Forming.result``. No Python runs in gloo's
+          threads (one that asks for the interpreter while it shuts down takes the process with it), so completion is
+          polled. A group is formed over the control channel, under an attempt number that is never used twice. It may
+          be left at any moment, in the middle of a sum too: its connections are cut, its memory stays in place until
+          gloo's threads are done with it, and nothing of it remains. ``rank`` exists in this module only.
+Source    Facts about gloo in DESIGN ("measured on this kind of machine"); docs/design/0005-exchange.md and
+          0007-elastic.md.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pliant.tensors.process_group import failures, teardown
+from pliant.tensors.process_group.gloo_sockets import Wiring
+from pliant.tensors.process_group.reachability import Doorbell, Unconnected, unreached
+
+# Tickets wait for the slowest member, whose micro-batch may take minutes (compilation).
+# Death is told by the coordinator.
+_HANDING_IN = timedelta(hours=2)
+# Whole sums start when all tickets are in and need nobody's main thread. gloo forgets to end an operation whose
+# connection breaks in the middle of a large message: it ends by this timeout, and until then its memory is not free.
+_SUMMING = timedelta(seconds=60)
+# A part of a sum waits for the slowest member's backward pass to come to it. Longer than any pass, and soon enough for
+# the memory of an operation that gloo has forgotten.
+_SUMMING_PARTS = timedelta(minutes=10)
+# How long members wait for each other to begin with the forming.
+_FORMING_S = 60.0
+# Once all have begun, connecting takes milliseconds. gloo may block for five times this when a member then dies.
+_CONNECTING = timedelta(seconds=10)
+# An idle worker's look at its exchange: a look costs a microsecond, a sum over loopback takes milliseconds.
+_POLL_S = 0.0005
+# How often a blocked caller looks whether it may go on waiting.
+_CHECK_S = 0.005
+# How soon a thread that waits for another member's key sees that it was abandoned.
+_REVOKED_S = 0.05
+
+
+class KeyValue(Protocol):
+    """What forming a group needs of the control channel. ``get`` raises TimeoutError when its time is up."""
+
+    def put(self, attempt: int, key: str, value: bytes) -> None: ...
+
+    def get(self, attempt: int, key: str, timeout_s: float) -> bytes: ...
+
+
+class Prefixed(dist.Store):
+    """A torch store over the control channel; gloo calls set, get and wait only."""
+
+    def __init__(self, channel: KeyValue, attempt: int, prefix: str = "") -> None:
+        super().__init__()
+        self._channel = channel
+        self._attempt = attempt
+        self._prefix = prefix
+
+    def set(self, key: str, value: bytes | str) -> None:  # type: ignore[override]
+        self._channel.put(self._attempt, self._prefix + key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self._channel.get(self._attempt, self._prefix + key, _FORMING_S)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        for key in keys:
+            self._channel.get(self._attempt, self._prefix + key, timeout.total_seconds() if timeout else _FORMING_S)
+
+
+class Summation:
+    """One exchange, under way or over. Its memory belongs to the group until it is over, even if the group is left."""
+
+    def __init__(
+        self, works: Sequence[Any], tickets: Callable[[], list[bytes]] = list, memory: Sequence[Tensor] = ()
+    ) -> None:
+        self._works = list(works)
+        self._tickets = tickets
+        self._memory = list(memory)
+        self._error: RuntimeError | None = None
+        self._start_s = time.perf_counter()
+        self._more = False
+        self.seconds = 0.0
+        """from hand-in until it was seen to be over"""
+
+    def await_more(self) -> None:
+        """It is not over before ``complete``."""
+        self._more = True
+
+    def add(self, works: Sequence[Any], memory: Sequence[Tensor]) -> None:
+        """Something more of it is under way."""
+        self._works += works
+        self._memory += memory
+
+    def complete(self) -> None:
+        """Nothing more comes."""
+        if self._more:
+            self._more, self._start_s = False, time.perf_counter()
+
+    @property
+    def over(self) -> bool:
+        """Whether everything is in, or the exchange has failed: nobody touches its tensors any more."""
+        works = self._works
+        if self._more:
+            return False
+        if works and all(work.is_completed() for work in works):
+            self.seconds = time.perf_counter() - self._start_s
+            self._error = _first_error(works)
+            # A work holds its group's connections: kept, it would keep them open.
+            self._works, self._memory = [], []
+        return not self._works
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is over, for a limited time."""
+        deadline_s = time.perf_counter() + timeout_s
+        while not self.over:
+            if time.perf_counter() >= deadline_s:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def tickets(self) -> list[bytes]:
+        """Everybody's tickets, in the order of the roster; raises what went wrong. Only once it is over."""
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from None
+        return self._tickets()
+
+
+def _first_error(works: Sequence[Any]) -> RuntimeError | None:
+    error = None
+    for work in works:
+        try:
+            # Each of them: on CUDA this is what makes the compute stream wait for the sum.
+            work.wait()
+        except RuntimeError as failure:
+            error = error or failure.with_traceback(None)
+    return error
+
+
+class Alone:
+    """A group of one: every exchange is over at once."""
+
+    members = 1
+    place = 0
+
+    def exchange(self, ticket: bytes, sums: Sequence[Tensor]) -> Summation:
+        return Summation([], lambda: [ticket])
+
+    def gather(self, ticket: bytes) -> Summation:
+        return Summation([], lambda: [ticket])
+
+    def add_up(self, sums: Sequence[Tensor]) -> Summation:
+        return Summation([])
+
+    def begin(self, ticket: bytes) -> Summation:
+        return Summation([], lambda: [ticket])
+
+    def go_on(self, summation: Summation, sums: Sequence[Tensor], *, last: bool = False) -> None:
+        """Nobody to tell."""
+
+    def broadcast_async(self, tensor: Tensor, root: int) -> Summation:
+        return Summation([])
+
+    def broadcast(self, tensor: Tensor, root: int = 0, check: Callable[[], None] | None = None) -> None:
+        """Nobody to tell."""
+
+    def tell(self, payload: bytes, root: int) -> None:
+        """Nobody to tell."""
+
+    def told(self, root: int, check: Callable[[], None]) -> bytes:
+        raise RuntimeError("nobody else is in a group of one")
+
+    def leave(self) -> None:
+        """Nothing to take down."""
+
+
+class Gloo:
+    """The workers of an era, connected by gloo."""
+
+    def __init__(self, channel: KeyValue, *, attempt: int, place: int, members: int, address: str) -> None:
+        self.members = members
+        self.place = place
+        self._under_way: list[Summation] = []
+        self._wiring = Wiring(address)
+        try:
+            with Doorbell(address, members) as doorbell:
+                # gloo's own timeout is short: it must not begin before everybody is there, and can be reached.
+                others = _everybody(channel, attempt, place, members, doorbell.address)
+                missing = unreached(others)
+                if missing:
+                    raise Unconnected("the data ports of other members cannot be reached", missing)
+                self._group: Any = _connected(Prefixed(channel, attempt), place, members, self._wiring.device)
+        except BaseException:
+            self._wiring.release()
+            raise
+        teardown.leave_at_exit(self)
+
+    def exchange(self, ticket: bytes, sums: Sequence[Tensor]) -> Summation:
+        """Gather everybody's tickets and add up ``sums`` in place; returns at once."""
+        return self._exchanging(ticket, sums)
+
+    def gather(self, ticket: bytes) -> Summation:
+        """The first half of ``exchange``, for who has to see the tickets before it knows the sums."""
+        return self._exchanging(ticket, [])
+
+    def add_up(self, sums: Sequence[Tensor]) -> Summation:
+        """The second half of ``exchange``; it has no tickets."""
+        return self._started(self._summing(sums), list, sums)
+
+    def begin(self, ticket: bytes) -> Summation:
+        """The same as ``exchange`` for who has no more than the ticket yet: ``go_on`` with what is to be summed."""
+        summation = self._exchanging(ticket, [])
+        summation.await_more()
+        return summation
+
+    def go_on(self, summation: Summation, sums: Sequence[Tensor], *, last: bool = False) -> None:
+        """Add up ``sums`` too, after what was given before; ``last``: that is all."""
+        summation.add(self._summing(sums, _SUMMING_PARTS), sums)
+        if last:
+            summation.complete()
+
+    def broadcast_async(self, tensor: Tensor, root: int) -> Summation:
+        """Give everybody the values of the member at place ``root``, in place; returns at once."""
+        return self._started([self._spreading(tensor, root)], list, [tensor])
+
+    def broadcast(self, tensor: Tensor, root: int = 0, check: Callable[[], None] | None = None) -> None:
+        """Give everybody one member's values; blocks. ``check`` is called meanwhile and ends the wait by raising."""
+        spreading = self.broadcast_async(tensor, root)
+        while not spreading.wait(_CHECK_S):
+            if check is not None:
+                check()
+        spreading.tickets()
+
+    def tell(self, payload: bytes, root: int) -> None:
+        """Give everybody who calls ``told`` the bytes that all who call this know; returns at once."""
+        self.broadcast_async(torch.tensor([len(payload)]), root)
+        self.broadcast_async(torch.frombuffer(bytearray(payload), dtype=torch.uint8), root)
+
+    def told(self, root: int, check: Callable[[], None]) -> bytes:
+        """The bytes that the member at place ``root`` tells; blocks. ``check`` ends the wait by raising."""
+        length = torch.zeros(1, dtype=torch.int64)
+        self.broadcast(length, root, check)
+        payload = torch.empty(int(length), dtype=torch.uint8)
+        self.broadcast(payload, root, check)
+        return bytes(payload.numpy())
+
+    def leave(self) -> None:
+        """Take the group down without waiting for anybody; sums under way fail, here and at the others."""
+        if self._group is None:
+            return
+        for each in self._under_way:
+            each.complete()
+        remains = teardown.Remains(self._group, self._wiring, [each for each in self._under_way if not each.over])
+        # Whoever drops the last reference waits for gloo to end: not the caller.
+        self._group, self._under_way = None, []
+        remains.dispose()
+
+    def _exchanging(self, ticket: bytes, sums: Sequence[Tensor]) -> Summation:
+        mine = torch.frombuffer(bytearray(ticket), dtype=torch.uint8)
+        theirs = [torch.empty_like(mine) for _ in range(self.members)]
+        # All members start the same collectives in the same order: tickets, then sums.
+        works = [self._present().allgather([theirs], [mine]), *self._summing(sums)]
+        return self._started(works, lambda: [bytes(each.numpy()) for each in theirs], [mine, *theirs, *sums])
+
+    def _summing(self, sums: Sequence[Tensor], timeout: timedelta = _SUMMING) -> list[Any]:
+        options = dist.AllreduceOptions()
+        options.timeout = timeout
+        return [self._present().allreduce([tensor], options) for tensor in sums]
+
+    def _spreading(self, tensor: Tensor, root: int) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        return self._present().broadcast([tensor], options)
+
+    def _started(self, works: Sequence[Any], tickets: Callable[[], list[bytes]], memory: Sequence[Tensor]) -> Summation:
+        summation = Summation(works, tickets, memory)
+        self._under_way = [each for each in self._under_way if not each.over] + [summation]
+        return summation
+
+    def _present(self) -> Any:
+        if self._group is None:
+            raise RuntimeError("this group was left")
+        return self._group
+
+
+def _everybody(channel: KeyValue, attempt: int, place: int, members: int, address: bytes) -> dict[int, bytes]:
+    """Where the others can be reached, by their places; waits until all have said so."""
+    channel.put(attempt, f"here/{place}", address)
+    others = [other for other in range(members) if other != place]
+    return {other: channel.get(attempt, f"here/{other}", _FORMING_S) for other in others}
+
+
+def _connected(store: dist.Store, place: int, members: int, device: Any) -> Any:
+    """gloo's group: connected under a short timeout, used under a long one."""
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave most of it out
+    options = gloo._Options()
+    options._devices = [device]
+    extensible = hasattr(gloo, "_set_default_timeout")
+    options._timeout = _CONNECTING if extensible else _HANDING_IN
+    # One after another: a sum begins, and its time runs, when all tickets are in.
+    options._threads = 1
+    try:
+        group = gloo(store, place, members, options)
+    except Abandoned:
+        raise
+    except RuntimeError as error:
+        raise failures.as_own(error) or Unconnected(f"the members could not be connected: {error}") from error
+    if extensible:
+        group._set_default_timeout(_HANDING_IN)
+    return group
+
+
+# -- forming in the background
+
+Group = TypeVar("Group", bound=Gloo)
+
+
+class Abandoned(RuntimeError):
+    """The group that was being formed is not wanted any more."""
+
+
+class _Revocable:
+    """The control channel for as long as the forming is wanted."""
+
+    def __init__(self, channel: KeyValue) -> None:
+        self._channel = channel
+        self.revoked = False
+
+    def put(self, attempt: int, key: str, value: bytes) -> None:
+        self._check()
+        self._channel.put(attempt, key, value)
+
+    def get(self, attempt: int, key: str, timeout_s: float) -> bytes:
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self._check()
+            left_s = deadline_s - time.monotonic()
+            try:
+                return self._channel.get(attempt, key, max(0.0, min(left_s, _REVOKED_S)))
+            except TimeoutError:
+                if left_s <= _REVOKED_S:
+                    raise TimeoutError(f"waited {timeout_s:g} s for {key!r}") from None
+
+    def _check(self) -> None:
+        if self.revoked:
+            raise Abandoned("the group was abandoned while it was being formed")
+
+
+class Forming(Generic[Group]):
+    """A group that is being formed in the background: ``Forming(lambda channel: Gloo(channel, …), link)``."""
+
+    def __init__(self, make: Callable[[KeyValue], Group], channel: KeyValue) -> None:
+        self._channel = _Revocable(channel)
+        self._lock = threading.Lock()
+        self._group: Group | None = None
+        self._error: BaseException | None = None
+        self.over = False
+        """whether ``result`` would answer at once"""
+        self._thread = teardown.in_background(lambda: self._form(make), "pliant-forming", self.abandon)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is over without a group."""
+        return self.over and self._error is not None
+
+    def result(self) -> Group:
+        """The group, from now on the caller's; raises what went wrong. Waits while it is not over."""
+        self._thread.join()
+        with self._lock:
+            group, self._group = self._group, None
+        if group is None:
+            raise self._error or Abandoned("the group was abandoned or taken before")
+        return group
+
+    def abandon(self) -> None:
+        """Give up, at any moment: whatever comes of it is closed. A group that was taken stays its owner's."""
+        with self._lock:
+            self._channel.revoked = True
+            group, self._group = self._group, None
+        if group is not None:
+            group.leave()
+
+    def _form(self, make: Callable[[KeyValue], Group]) -> None:
+        group = None
+        try:
+            group = make(self._channel)
+        except BaseException as error:
+            # Its frames hold the half-made group and with it open sockets.
+            traceback.clear_frames(error.__traceback__)
+            self._error = error.with_traceback(None)
+        with self._lock:
+            if not self._channel.revoked:
+                self._group, group = group, None
+        if group is not None:
+            group.leave()
+        self.over = True

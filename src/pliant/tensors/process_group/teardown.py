@@ -1,0 +1,139 @@
+"""What becomes of a group that is left, and of all groups when the process ends.
+
+Question  Who waits for gloo, so that nobody else has to?
+Holds     ``dispose`` returns at once. A thread keeps the group and the memory of its sums until gloo's threads are done
+          with them, then destroys it: no thread, descriptor or memory stays. That takes milliseconds as a rule; gloo's
+          timeout where a large message was under way, or where connections cannot be cut. When the process ends,
+          every group is left and the threads are waited for, for a limited time: one that came back from gloo into
+          a dying interpreter would abort the process.
+Source    ours; docs/design/0007-elastic.md. Facts about gloo in DESIGN.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from pliant.tensors.process_group.gloo_sockets import Wiring
+
+# gloo resets connections that it closes: what peers have not yet got of the last sum would be lost.
+_DELIVERY_S = 2.0
+_EXIT_S = 2.0
+_LOOK_S = 0.005
+# What is not over after a while will be by gloo's timeout: no need to look often.
+_SELDOM_S = 0.5
+
+
+class UnderWay(Protocol):
+    """Something that gloo's threads may be working on."""
+
+    @property
+    def over(self) -> bool: ...
+
+
+class Leavable(Protocol):
+    """A group."""
+
+    def leave(self) -> None: ...
+
+
+class Remains:
+    """A group that was left, with everything its threads may still write to."""
+
+    def __init__(self, group: Any, wiring: Wiring, under_way: Sequence[UnderWay]) -> None:
+        self._group: Any = group
+        self._wiring = wiring
+        self._under_way = under_way
+
+    def dispose(self) -> None:
+        """Cut what is under way and let a thread do the rest; returns at once."""
+        if self._under_way:
+            self._wiring.cut()
+        try:
+            in_background(self._end, "pliant-undertaker")
+        except RuntimeError:  # the interpreter is ending and starts no threads any more
+            _never_destroy(self)
+
+    def _end(self) -> None:
+        soon_s = time.monotonic() + _DELIVERY_S
+        while not all(each.over for each in self._under_way):
+            time.sleep(_LOOK_S if time.monotonic() < soon_s else _SELDOM_S)
+        while not self._under_way and self._wiring.unsent() and time.monotonic() < soon_s:
+            time.sleep(_LOOK_S)
+        self._wiring.release()
+        self._group = None
+
+
+def _never_destroy(owner: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
+
+
+# -- the end of the process
+
+_groups: weakref.WeakSet[Leavable] = weakref.WeakSet()
+"""groups that were formed and perhaps not left"""
+_running: dict[threading.Thread, Callable[[], None] | None] = {}
+"""threads that may be inside gloo, and how to hurry them"""
+_registered = False
+
+
+def leave_at_exit(group: Leavable) -> None:
+    """A group that the script has forgotten would wait for its sums when the interpreter ends."""
+    _settle_at_exit()
+    _groups.add(group)
+
+
+def in_background(body: Callable[[], None], name: str, hurry: Callable[[], None] | None = None) -> threading.Thread:
+    """Run ``body`` in a thread that may be inside gloo when the process ends; ``hurry`` makes it end soon."""
+
+    def run() -> None:
+        try:
+            body()
+        finally:
+            _running.pop(thread, None)
+
+    _settle_at_exit()
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _running[thread] = hurry
+    try:
+        thread.start()
+    except RuntimeError:
+        _running.pop(thread, None)
+        raise
+    return thread
+
+
+def _settle_at_exit() -> None:
+    global _registered
+    if not _registered:
+        _registered = True
+        atexit.register(_settle)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_forget)
+
+
+def _settle() -> None:
+    """Leave everything and wait for the threads, for a limited time."""
+    for group in list(_groups):
+        group.leave()
+    for hurry in list(_running.values()):
+        if hurry is not None:
+            hurry()
+    deadline_s = time.monotonic() + _EXIT_S
+    # A thread that was hurried may start another one, which buries what it made.
+    while _running and time.monotonic() < deadline_s:
+        time.sleep(_LOOK_S)
+
+
+def _forget() -> None:
+    """In a forked child there are no threads of gloo, and a destructor would wait for them."""
+    for group in list(_groups):
+        _never_destroy(group)
+    _groups.clear()
+    _running.clear()

@@ -1,0 +1,537 @@
+"""Exact numbers in the place of tensors.
+
+Question  How is a wrong, lost or doubled gradient seen at once, without rounding and without torch's cost?
+Holds     Values are whole numbers modulo a prime: addition, division by a weight and multiplication by a float's exact
+          ratio are exact and take the same time always, so equality is equality. Whatever is wrong with a sum changes
+          it, but for a chance of 2⁻⁶¹. The methods are those of tensors that runtime calls.
+Source    ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from pliant import bitmaps
+from pliant.bitmaps import bitmap, common
+from pliant.worker.script.schedule_guard import ScheduleGuard
+from pliant.worker.script.trained_set import TrainedSet
+from pliant.worker.training import Training
+
+PRIME = (1 << 61) - 1
+POISON = 0x5EED5EED5EED5EED % PRIME
+"""what an exchange that did not complete leaves in its memory"""
+PARAMETERS = 3
+PARTS = ((0,), (1, 2))
+"""of the parameters, as they are summed"""
+ALL = bitmap(range(PARAMETERS), PARAMETERS)
+
+
+members_of = functools.lru_cache(bitmaps.members)
+
+
+@functools.lru_cache(maxsize=4096)
+def exact(value: float) -> int:
+    """A float as a number of the field: the exact ratio it stands for."""
+    numerator, denominator = value.as_integer_ratio()
+    return numerator * pow(denominator, -1, PRIME) % PRIME
+
+
+@functools.lru_cache(maxsize=65536)
+def gradient(epoch: int, position: int) -> tuple[int, ...]:
+    """What one sample contributes to each parameter; the last one gets something from every fifth sample only."""
+    values = [zlib.crc32(b"%d %d %d" % (epoch, position, index)) + 1 for index in range(PARAMETERS)]
+    if position % 5:
+        values[-1] = 0
+    return tuple(values)
+
+
+class Number:
+    """A parameter, or a copy of one."""
+
+    __slots__ = ("__weakref__", "grad", "nbytes", "requires_grad", "value")
+    shape = ()
+    dtype = device = "number"
+
+    def __init__(self, value: int, nbytes: int = 8) -> None:
+        self.value = value
+        self.nbytes = nbytes
+        """as if it were a tensor of that size"""
+        self.grad: Number | None = None
+        self.requires_grad = True
+
+    def requires_grad_(self, requires: bool) -> None:
+        self.requires_grad = requires
+
+    def detach(self) -> Number:
+        return self
+
+    def is_contiguous(self) -> bool:
+        """Not memory that could be copied at once."""
+        return False
+
+    def cpu(self) -> Number:
+        return self
+
+    def clone(self) -> Number:
+        return Number(self.value)
+
+    def copy_(self, other: Number) -> None:
+        self.value = other.value
+
+
+class Flat:
+    """A flat buffer that is summed in place."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: list[int]) -> None:
+        self.values = values
+
+
+class _View:
+    """One parameter's part of a buffer."""
+
+    __slots__ = ("_flat", "_index")
+
+    def __init__(self, flat: Flat, index: int) -> None:
+        self._flat, self._index = flat, index
+
+    @property
+    def value(self) -> int:
+        return self._flat.values[self._index]
+
+    def add(self, value: int) -> None:
+        self._flat.values[self._index] += value
+
+    def clone(self) -> Number:
+        return Number(self.value)
+
+
+class VirtualBuffer:
+    """One contribution's gradients: ``tensors.gradients.Buffer``."""
+
+    def __init__(self, members: bytes = ALL) -> None:
+        self.members = members
+        laid_out = [[index for index in part if index in members_of(members)] for part in PARTS]
+        self.flats = self.parts = [Flat([0] * len(part)) for part in laid_out if part]
+        self.views: list[_View | None] = [None] * PARAMETERS
+        for flat, part in zip(self.flats, (part for part in laid_out if part), strict=True):
+            for place, index in enumerate(part):
+                self.views[index] = _View(flat, place)
+        self.loose: dict[int, int] = {}
+        self.trained: bytes | None = None
+        self.present = 0
+
+    def add(self, index: int, value: int) -> None:
+        """A gradient of one parameter."""
+        view = self.views[index]
+        if view is None:
+            self.loose[index] = self.loose.get(index, 0) + value
+        else:
+            view.add(value)
+
+    def leave_out(self, indices: Sequence[int]) -> None:
+        for view in (self.views[index] for index in indices):
+            if view is not None:
+                view.add(-view.value)
+
+    def laid_out_for(self, members: bytes) -> VirtualBuffer:
+        """The same gradients in another layout."""
+        if members == self.members:
+            self.loose = {}
+            return self
+        other = VirtualBuffer(members)
+        other.trained, other.present = self.trained, 0
+        for index, view in enumerate(other.views):
+            own = self.views[index]
+            if view is not None and self.present >> index & 1:
+                view.add(own.value if own is not None else self.loose[index])
+                other.present |= 1 << index
+        return other
+
+    def squared_norm(self) -> float:
+        """Some number that depends on all of it: who sums something else is noticed."""
+        return sum(self.scaled_norm(part, 1.0) for part in range(len(self.parts)))
+
+    def scaled_norm(self, part: int, factor: float) -> float:
+        """The same of one part."""
+        return 0.5 + sum(self.parts[part].values) % 1009 / 1009.0
+
+    def scale(self, factor: float) -> None:
+        if factor != 1.0:
+            by = exact(factor)
+            for flat in self.flats:
+                flat.values = [value * by % PRIME for value in flat.values]
+
+    def clear(self) -> None:
+        for flat in self.flats:
+            flat.values = [0] * len(flat.values)
+        self.present = 0
+
+
+class VirtualGradients:
+    """``tensors.gradients.Gradients``: two buffers that are swapped at each hand-in."""
+
+    def __init__(self, parameters: Sequence[Number], look: Callable[[], bytes]) -> None:
+        self.parameters = parameters
+        self.orderly = True
+        self.late = False
+        self.optimized: Sequence[int] = range(PARAMETERS)
+        self._look = look
+        self._members = look()
+        self._spare: VirtualBuffer | None = None
+        self._filling: VirtualBuffer | None = VirtualBuffer(self._members)
+
+    @property
+    def filling(self) -> VirtualBuffer | None:
+        return self._filling
+
+    def parts(self, members: bytes) -> int:
+        return sum(any(index in members_of(members) for index in part) for part in PARTS)
+
+    @property
+    def trained(self) -> bytes | None:
+        return None if self._filling is None else self._filling.trained
+
+    def check(self) -> None:
+        """Nobody else touches them."""
+
+    def lay_out(self, members: bytes) -> None:
+        if members and self._filling is not None:
+            self._members = members
+            self._filling = self._filling.laid_out_for(members)
+
+    def present(self) -> int:
+        assert self._filling is not None
+        return self._filling.present
+
+    def hand_in(self, *, overlap: bool, returning: bool) -> VirtualBuffer | None:
+        filled = self._filling
+        if filled is not None and overlap:
+            self._filling, self._spare = self._spare, None
+            if self._filling is not None and self._filling.members != self._members:
+                self._filling = VirtualBuffer(self._members)
+            if self._filling is None and not returning:
+                self._filling = VirtualBuffer(self._members)
+        return filled
+
+    def expose(self, filled: VirtualBuffer | None, present: int) -> None:
+        assert filled is not None
+        for index in self.optimized:
+            view = filled.views[index]
+            self.parameters[index].grad = Number(view.value) if view is not None and present >> index & 1 else None
+
+    def take_back(self, filled: VirtualBuffer | None) -> None:
+        assert filled is not None
+        if filled.members != self._members:
+            if self._filling is filled:
+                self._filling = None
+            filled = VirtualBuffer(self._members)
+        filled.clear()
+        if self._filling is None or self._filling is filled:
+            self._filling = filled
+        else:
+            self._spare = filled
+
+    def lose(self, filled: VirtualBuffer | None) -> None:
+        if filled is not None and (self._filling is None or self._filling is filled):
+            spare, self._spare = self._spare, None
+            fits = spare is not None and spare.members == self._members
+            self._filling = spare if fits else VirtualBuffer(self._members)
+
+    def discard(self) -> None:
+        if self._filling is not None:
+            self._filling.clear()
+
+    def add(self, epoch: int, positions: Sequence[int], ready: Callable[[int], None] = lambda _: None) -> None:
+        """What ``backward`` does; ``ready`` is told of each part that is complete."""
+        filling = self._filling
+        assert filling is not None, "a gradient is computed while both buffers are away"
+        now = self._look()
+        filling.trained = now if filling.trained is None else common(filling.trained, now)
+        told = 0
+        for part in PARTS:
+            for index in part:
+                for position in positions if index in members_of(now) else ():
+                    value = gradient(epoch, position)[index]
+                    if value:
+                        filling.add(index, value)
+                        filling.present |= 1 << index
+            if any(filling.views[index] is not None for index in part):
+                ready(told)
+                told += 1
+
+    def written(self, values: Sequence[float]) -> Flat:
+        return Flat(list(values))  # type: ignore[arg-type]
+
+    def read(self, summed: Flat) -> list[float]:
+        return list(summed.values)
+
+
+class VirtualBuffers:
+    """``tensors.buffers.Buffers`` with one running value, or none."""
+
+    def __init__(self, count: int) -> None:
+        self._own = [0] * count
+        self._handed_in: list[int] = []
+        self._merged: dict[int, int] = {}
+        self._changed = False
+        self.live = 0
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def forward(self, positions: Sequence[int]) -> None:
+        """A forward pass changes it."""
+        if self._own:
+            self._own[0] = (self._own[0] * 7 + sum(positions) + 1) % PRIME
+            self._changed = True
+
+    def changed(self) -> int:
+        return int(self._changed)
+
+    def training_bits(self) -> int:
+        return 0
+
+    def grow(self, changed: int) -> bool:
+        new = changed & ~self.live
+        self.live |= changed
+        return bool(new)
+
+    def begin(self, changing: int, *, kept: bool) -> None:
+        assert not changing, "it has no running statistics"
+
+    def begin_anew(self, live: int) -> None:
+        self.live = live
+
+    def hand_in(self, weight: float, *, leader: bool) -> Flat | None:
+        self._handed_in = list(self._own) if self.live else []
+        return Flat([self._own[0] * exact(weight) % PRIME]) if self.live else None
+
+    def merge(self, summed: Flat | None, weight: float) -> None:
+        if summed is None or weight <= 0:
+            return
+        value = summed.values[0] * pow(exact(weight), -1, PRIME) % PRIME
+        self._own[0] = (self._own[0] + value - self._handed_in[0]) % PRIME
+        self._merged = {0: value}
+
+    def value(self, index: int) -> Number:
+        return Number(self._own[index])
+
+    def nbytes(self, index: int) -> int:
+        return 8
+
+    def held_values(self) -> tuple[int, ...]:
+        """What the model's buffers hold now."""
+        return tuple(self._own)
+
+    def is_live(self, index: int) -> bool:
+        return bool(self.live >> index & 1)
+
+    def adopt(self, values: Mapping[int, Number], *, merged: bool) -> None:
+        for index, number in values.items():
+            if merged and self.is_live(index):
+                continue
+            self._own[index] = number.value
+            if self._handed_in:
+                self._handed_in[index] = number.value
+            if self.is_live(index):
+                self._merged[index] = number.value
+        self._changed = False
+
+    def go_alone(self, *, kept: bool) -> None:
+        self._merged = dict(enumerate(self._own)) if kept and self.live else {}
+
+    def drain(self) -> None:
+        for index, value in self._merged.items():
+            self._own[index] = value
+
+    def exchange(self) -> None:
+        for index, value in self._merged.items():
+            self._merged[index], self._own[index] = self._own[index], value
+
+
+class VirtualLookAhead:
+    """``tensors.lookahead.LookAhead``: somewhere else, and exactly back."""
+
+    def __init__(self, parameters: Sequence[Number]) -> None:
+        self._parameters = parameters
+        self._plain: list[int] = []
+        self.due = False
+        self.away = False
+
+    def park(self, gradients: Any, present: int, scale: float, members: Any = None) -> None:
+        self.due = True
+
+    def go(self, hyper: Any) -> None:
+        assert not self.away, "looked ahead twice"
+        self.due, self.away = False, True
+        self._plain = [p.value for p in self._parameters]
+        for p in self._parameters:
+            p.value = (p.value + POISON) % PRIME
+
+    def back(self) -> None:
+        self.due = False
+        if self.away:
+            self.away = False
+            for p, plain in zip(self._parameters, self._plain, strict=True):
+                p.value = plain
+
+    def plain(self, index: int) -> Number:
+        return Number(self._plain[index])
+
+    def exchange(self) -> None:
+        held = [p.value for p in self._parameters]
+        for p, plain in zip(self._parameters, self._plain, strict=True):
+            p.value = plain
+        self._plain = held
+
+
+class VirtualFingerprint:
+    """``tensors.digest.Fingerprint``: one parameter at a time."""
+
+    arithmetic = 1
+
+    def __init__(self, parameters: Sequence[Number]) -> None:
+        self._parameters = parameters
+        self.parts = len(parameters)
+
+    def note_reduction(self) -> None:
+        """Whole numbers have no order of adding."""
+
+    def whole(self) -> tuple[int, ...]:
+        return tuple(self.of(turn) for turn in range(self.parts))
+
+    def of(self, turn: int | None) -> int:
+        read = self._parameters if turn is None else [self._parameters[turn % self.parts]]
+        return zlib.crc32(b" ".join(b"%d" % p.value for p in read))
+
+
+class _Model:
+    """What ``worker.script.trained_set`` asks of a module."""
+
+    def __init__(self, numbers: Sequence[Number]) -> None:
+        self._numbers = numbers
+
+    def parameters(self) -> Sequence[Number]:
+        return self._numbers
+
+    def named_parameters(self) -> list[tuple[str, Number]]:
+        return [(f"number {index}", number) for index, number in enumerate(self._numbers)]
+
+
+class VirtualOptimizer:
+    """SGD with momentum."""
+
+    def __init__(self, parameters: Sequence[Number], rate: float) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"lr": rate, "momentum": 0.5, "params": list(parameters)}]
+        self.state: dict[Number, dict[str, Any]] = _States()
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            rate, keep = exact(group["lr"]), exact(group["momentum"])
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._move(p, rate, keep)
+
+    def _move(self, p: Number, rate: int, keep: int) -> None:
+        state = self.state[p]
+        carried = state["momentum"].value if "momentum" in state else 0
+        momentum = (carried * keep + p.grad.value) % PRIME  # type: ignore[union-attr]
+        state["momentum"] = Number(momentum)
+        p.value = (p.value - rate * momentum) % PRIME
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self.param_groups.append(group)
+
+
+class _States(dict[Number, dict[str, Any]]):
+    def __missing__(self, key: Number) -> dict[str, Any]:
+        self[key] = {}
+        return self[key]
+
+
+class VirtualScheduler:
+    """Moves the rate and the momentum with every step."""
+
+    def __init__(self, optimizer: VirtualOptimizer) -> None:
+        self._optimizer = optimizer
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        for group in self._optimizer.param_groups:
+            group.update(lr=(1 + self.steps % 5) / 8, momentum=(1 + self.steps % 3) / 4)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+class VirtualTraining(Training):
+    """``worker.training.Training`` over exact numbers: its own code, other tensors."""
+
+    def __init__(self, *, reference: int, buffers: int, start: int, grows: bool = False, nbytes: int = 8) -> None:
+        """``grows``: the optimizer gets the last parameter only later, from the script; ``nbytes``: of a parameter."""
+        numbers: Any = [Number((start + index) % PRIME, nbytes) for index in range(PARAMETERS)]
+        self.optimizer: Any = VirtualOptimizer(numbers[:-1] if grows else numbers, 0.125)
+        self.trained = TrainedSet(cast(Any, _Model(numbers)), self.optimizer)
+        self.parameters = self.trained.parameters
+        self._had_gradients = self._missed_gradients = 0
+        self.gradients: Any = VirtualGradients(numbers, self.trained.look)
+        self.gradients.optimized = self.trained.optimized
+        self.buffers: Any = VirtualBuffers(buffers)
+        self.lookahead: Any = VirtualLookAhead(numbers)
+        self.held = None
+        self.epochs_ended = 0
+        self._constants = []
+        self.reference = float(reference)
+        self._clip_norm = None
+        self._moments = False
+        self.measured = (0, 0.0)
+        self.weighed = (0, 0)
+        self.sketches, self.sketch = False, 0.0
+        self.fingerprint: Any = VirtualFingerprint(numbers)
+        self.scheduler = VirtualScheduler(self.optimizer)
+        self._scheduler, self._schedule_by = self.scheduler, "batch"
+        self.schedule_guard = ScheduleGuard(self.scheduler, self.optimizer)
+        self.loss_scale = None
+        self._stepping = False
+
+    def close(self) -> None:
+        self.finish_copy()
+        self.back()
+
+    def unscale(self) -> float | None:
+        return self.gradients.filling.squared_norm()
+
+    def unscale_part(self, part: int) -> float:
+        return self.gradients.filling.scaled_norm(part, 1.0)
+
+    def _step_schedule(self) -> None:
+        self.settle_set()
+        self.scheduler.step()
+
+    def apply(
+        self,
+        outcome: Any,
+        summed: Any,
+        present: int,
+        averaged: Callable[[Any], bool] | None = None,
+        *,
+        measures: bool = False,
+    ) -> None:
+        assert not self.lookahead.away, "an update is made at the look-ahead point"
+        super().apply(outcome, summed, present, averaged, measures=measures)
+
+    def plain_values(self) -> tuple[int, ...]:
+        """The weights and momenta, wherever the model is now."""
+        with self.plain():
+            weights = tuple(p.value for p in self.parameters)  # type: ignore[attr-defined]
+        state = self.optimizer.state
+        return (*weights, *(state[p]["momentum"].value if "momentum" in state[p] else 0 for p in self.parameters))

@@ -1,0 +1,306 @@
+"""How a worker gets from one era into the next.
+
+Question  With what does this worker enter an era, and what does it leave behind?
+Holds     Nothing of an era is settled after this worker has said that it has stopped. All enter an unplanned era with
+          the donor's word about the state: who has settled the same exchange goes on with what it has accumulated,
+          everybody else forgets what it has computed and follows. A planned era costs nothing but another group.
+Source    docs/design/0007-elastic.md; docs/protocol.md ("Planned change", "Unplanned change").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
+
+from pliant.core import regrouping
+from pliant.core.group_state import Group, Past, Standing, founded
+from pliant.core.regrouping import Entry
+from pliant.core.tickets import Flag, Kind
+from pliant.errors import Left, RunEnded
+from pliant.worker.checkpoint_schedule import Checkpoints
+from pliant.worker.collectives import Answer, Channels, reached
+from pliant.worker.elastic import eras as changes
+from pliant.worker.elastic.eras import Eras, Handed
+from pliant.worker.elastic.rendezvous import EraBroken, Evicted, Seat
+from pliant.worker.poll import LOOK_S, Lookout
+from pliant.worker.progress import At
+from pliant.worker.script.calls import Opening
+from pliant.worker.worker_state import Member
+
+# How long a worker that goes stays for those who have yet to learn that its last exchange was settled.
+_FAREWELL_S = 1.0
+_PAST_IT = "the run has gone back to a checkpoint, and this script is past it"
+
+
+class Crossing:
+    """One worker's way through the eras."""
+
+    def __init__(
+        self, member: Member, eras: Eras, channels: Channels, lookout: Lookout, checkpoints: Checkpoints
+    ) -> None:
+        self._member = member
+        self._eras = eras
+        self._channels = channels
+        self._lookout = lookout
+        self._checkpoints = checkpoints
+        self._beyond = False
+        """evicted after more than a beginning: this script cannot begin anew"""
+
+    # -- becoming a member
+
+    def found(self) -> None:
+        """Enter the first era together with all others (or, coming too late for it, a later one)."""
+        if not self._eras.place.link.mailbox.welcome.running:
+            self._eras.enlisted = True
+            self._eras.place.enlist(None)
+            self._enter_next()
+
+    def become_member(self, call: Opening) -> Past | None:
+        """A newcomer enlists with the first call that is not past; earlier ones have an answer already."""
+        if self._eras.enlisted:
+            return None
+        calls = self._member.script.calls
+        past = self._eras.past_call(calls)
+        if past is None:
+            self._enlist(call)
+        return past
+
+    def _enlist(self, call: Opening) -> None:
+        self._eras.enlist(self._member.script.calls, call.kind.name.lower(), call.samples.length)
+        self._enter_next()
+
+    # -- a planned era
+
+    def switch(self, plan: tuple[int, int], *, closed: bool = False) -> None:
+        """A planned era begins: go on in its group, or depart.
+
+        ``closed``: those who go along know already that the last exchange was settled.
+        """
+        eras, member = self._eras, self._member
+        seat = eras.place.taken_up(plan)
+        self._channels.retire(None if closed else member.packed(member.ticket(Kind.TRAIN, Flag.NONE)))
+        if seat is None:
+            self._depart()
+            return
+        before = member.group
+        member.group = regrouping.switched(before, seat.era, seat.roster)
+        self._channels.enter(seat.channel)
+        newcomers = any(worker not in before.roster for worker in seat.roster)
+        # The journal's records are counted as they are before this era's.
+        handed = changes.encoded(member.handed, known=0) if newcomers else b""
+        self._entered(seat, None)
+        eras.go_on(member.group, seat, knows_best=False)
+        if newcomers:
+            reached(lambda: seat.channel.tell(handed, seat.donor))
+
+    def _depart(self) -> None:
+        """This worker is not on the roster any more, as it was asked."""
+        self._lookout.wait_blindly(lambda: self._channels.ended, _FAREWELL_S)
+        self._eras.place.link.finish(left=True)
+        raise Left
+
+    # -- an unplanned era
+
+    def go_on(self, trouble: EraBroken | Evicted) -> None:
+        """Get into an era again; whoever stops with the others may find that it is off the roster itself."""
+        while True:
+            try:
+                if isinstance(trouble, EraBroken):
+                    self._regroup(str(trouble))
+                else:
+                    self._come_back()
+                return
+            except (EraBroken, Evicted) as another:
+                trouble = another
+
+    def _regroup(self, reason: str) -> None:
+        """The era is over: drop what was in flight, say how far this worker is, enter the next one."""
+        self._lose_flights()
+        self._channels.leave()
+        self._stop(self._member.group.era, reason)
+        self._enter_next()
+
+    def _stop(self, era: int, reason: str) -> None:
+        told = self._eras.place.link.mailbox.broken_era >= era
+        self._eras.place.stop(
+            era,
+            self._member.group.exchange,
+            active=not self._member.follows,
+            # While the user's own state is on its way, who has it is the better donor.
+            whole=self._eras.holds_all,
+            failed="" if told else reason,
+        )
+
+    def _lose_flights(self) -> None:
+        training, work = self._member.training, self._member.work
+        for flight in work.flights:
+            training.gradients.lose(flight.filled)
+        if not work.contribution.micro_batches:
+            training.cancel_look_ahead()
+
+    def _come_back(self) -> None:
+        """Taken off the roster while asleep: return as a newcomer, with the script where it is."""
+        eras, member = self._eras, self._member
+        self._lose_flights()
+        self._channels.leave()
+        script = member.script
+        self._beyond = self._beyond or script.calls > 0 or script.depth > 1 or member.group.round > 0
+        rewinds = eras.rewinds
+        eras.returned()
+        if self._beyond and eras.rewinds != rewinds:
+            raise RunEnded(_PAST_IT)
+        member.me = eras.place.me
+        member.witness.moved(eras.place.link)
+        member.work.forget(0)
+        newcomer = founded(member.group.policy, 0, (member.me,))
+        # The script has told its limit already, and a run that begins anew has it from there.
+        limits = regrouping.limits(member.group)
+        member.group = replace(newcomer, standings=(Standing.FOLLOWING,), **limits)
+        self._forget_gradients()
+        if script.stack:
+            self._enlist(script.stack[0])
+
+    def _forget_gradients(self) -> None:
+        training = self._member.training
+        training.back()
+        training.cancel_look_ahead()
+        training.gradients.discard()
+
+    # -- entering
+
+    def _enter_next(self) -> None:
+        """Wait for an era with this worker in it, and enter it."""
+        eras, training = self._eras, self._member.training
+        era = self._member.group.era
+        while True:
+            self._lookout.progress(At.WAITING)
+            seat = eras.place.next_seat(era, lambda plan: eras.expect(training, plan))
+            try:
+                self._enter(seat)
+                return
+            except EraBroken as broken:
+                seat.channel.leave()
+                era = seat.era
+                # One of a plan that was dropped waits, as before.
+                if not eras.place.is_void(era):
+                    self._stop(era, str(broken))
+
+    def _enter(self, seat: Seat) -> None:
+        """Agree with the others of a new era on where it begins."""
+
+        def look() -> None:
+            self._eras.place.look_entering(seat.era)
+
+        if seat.exchange == 0:
+            self._begin(seat, look)
+            return
+        donor = seat.roster[seat.donor] == self._member.me
+        if donor and seat.checkpoints:
+            self._rewind(seat)
+        handed = self._handed_round(seat, look, donor=donor)
+        was_there = self._is_at(handed.group)
+        holds = donor or (was_there and not self._member.follows)
+        group, entries = handed.group, None
+        if seat.exchange >= 0:
+            entries = self._entries(seat, look, active=holds)
+            group = regrouping.regrouped(group, seat.era, seat.roster, entries)
+        keep = was_there and not holds
+        self._eras.trust_own_state(handed.group, was_active=self._member.standing is Standing.ACTIVE)
+        self._channels.enter(seat.channel)
+        self._member.turned = -1
+        if holds:
+            self._member.work.lose_flights(len(group.open))
+        else:
+            self._begin_anew(handed, len(group.open), keep=keep)
+        self._member.group = group
+        self._entered(seat, entries)
+        if self._member.follows:
+            self._eras.take_over(self._member.training, group, seat, keep=keep)
+        else:
+            self._eras.go_on(group, seat, knows_best=donor)
+
+    def _begin(self, seat: Seat, look: Callable[[], None]) -> None:
+        """Nobody has done anything yet: all begin with the leader's state."""
+        if self._beyond:
+            raise RunEnded("the run begins anew, and this script is past its beginning")
+        member = self._member
+        member.work.drawn_since_update = False
+        _heard(lambda: self._eras.share(seat.channel, look))
+        self._channels.enter(seat.channel)
+        limits = regrouping.limits(member.group)
+        member.group = replace(founded(member.group.policy, seat.era, seat.roster), **limits)
+        member.witness.joined(seat.records)
+        self._entered(seat, None)
+
+    def _rewind(self, seat: Seat) -> None:
+        """Nobody holds the state, and this worker was asked to read a checkpoint."""
+        if self._beyond:
+            raise RunEnded(_PAST_IT)
+        member = self._member
+        manifest = self._checkpoints.restore(seat.checkpoints, seat.round)
+        member.witness.joined(seat.records)
+        member.witness.rewound(manifest.name, manifest.records, member.me, member.group.round)
+
+    def _handed_round(self, seat: Seat, look: Callable[[], None], *, donor: bool) -> Handed:
+        """The state that all enter the era with: the donor's."""
+        known = self._known(seat, look) if seat.exchange >= 0 else 0
+        if not donor:
+            own = self._member.group.past
+            handed = changes.decoded(_heard(lambda: seat.channel.told(seat.donor, look)), own)
+            if self._member.script.is_beyond(handed.group):
+                # However it came to be: a lost coordinator's word, or calls that were over before the run went back.
+                raise RunEnded(_PAST_IT)
+            return handed
+        handed = self._member.handed
+        reached(lambda: seat.channel.tell(changes.encoded(handed, known), seat.donor))
+        return handed
+
+    def _known(self, seat: Seat, look: Callable[[], None]) -> int:
+        """How many of the script's calls everybody knows: those need not travel."""
+        mine = changes.packed_count(self._member.group.past)
+        return min(changes.unpacked_count(data) for data in self._gathered(seat, look, mine))
+
+    def _is_at(self, group: Group) -> bool:
+        """Whether this worker has missed nothing of what ``group`` has done."""
+        mine = self._member.group
+        return mine.exchange == group.exchange and mine.era == group.era
+
+    def _entries(self, seat: Seat, look: Callable[[], None], *, active: bool) -> list[Entry]:
+        """What everybody brings along."""
+        mine = changes.packed_entry(self._member.work.entry(active=active))
+        return [changes.unpacked_entry(data) for data in self._gathered(seat, look, mine)]
+
+    def _gathered(self, seat: Seat, look: Callable[[], None], mine: bytes) -> list[bytes]:
+        summation = reached(lambda: seat.channel.gather(mine))
+        while not summation.wait(LOOK_S):
+            look()
+        return _heard(summation.tickets)
+
+    def _begin_anew(self, handed: Handed, depth: int, *, keep: bool) -> None:
+        """This worker does not hold the state that the era begins with: nothing it has computed is of use.
+
+        ``keep``: it has missed nothing. Its journal lines may be the last copies, and there may be nobody to ask.
+        """
+        member = self._member
+        self._checkpoints.forget()
+        member.script.begins_anew()
+        member.work.forget(depth)
+        self._forget_gradients()
+        member.training.buffers.begin_anew(handed.live)
+        member.undrained = handed.undrained
+        if not keep:
+            member.witness.joined(handed.records)
+        if not member.script.is_at(member.group):
+            member.work.drawn_since_update = False
+
+    def _entered(self, seat: Seat, entries: Sequence[Entry] | None) -> None:
+        member, eras = self._member, self._eras
+        member.witness.era(member.group, entries, sends=seat.roster[seat.donor] == member.me)
+        eras.entered(seat)
+        self._lookout.progress()
+        eras.place.link.entered(seat.era, member.group.exchange)
+
+
+def _heard(ask: Callable[[], Answer]) -> Answer:
+    return reached(ask, "the entry into the era")

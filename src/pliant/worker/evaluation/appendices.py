@@ -1,0 +1,76 @@
+"""Bytes of any length behind the tickets of an exchange.
+
+Question  How do workers gather what has no fixed size, without waiting for each other?
+Holds     The tickets say how long each appendix is. When a worker sees them, between two micro-batches, it begins the
+          second gathering; nobody does anything else in the group before that is over, so all do the same in the same
+          order. Without an appendix there is no second gathering.
+Source    ours; docs/design/0017-evaluate.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pliant.core import tickets
+
+
+class Appended:
+    """An exchange with appendices, under way or over; used like ``tensors.process_group.gloo.Summation``."""
+
+    def __init__(self, gather: Callable[[bytes], Any], first: Any, appendix: bytes) -> None:
+        """``gather``: of the group; ``first``: the gathering of the tickets; ``appendix``: this worker's own."""
+        self._gather = gather
+        self._first = first
+        self._appendix = appendix
+        self._second: Any = None
+        self._lengths: list[int] | None = None
+        self._error: RuntimeError | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether everything is in, or the exchange has failed."""
+        if self._lengths is None:
+            if not self._first.over:
+                return False
+            self._go_on()
+        return self._second is None or bool(self._second.over)
+
+    @property
+    def seconds(self) -> float:
+        """What it took so far."""
+        return self._first.seconds + (self._second.seconds if self._second is not None else 0.0)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is over, for a limited time."""
+        if self._lengths is None:
+            if not self._first.wait(timeout_s):
+                return False
+            self._go_on()
+        return self._second is None or bool(self._second.wait(timeout_s))
+
+    def tickets(self) -> list[bytes]:
+        """Everybody's tickets; raises what went wrong. Only once it is over."""
+        if self._error is not None:
+            raise self._error
+        return self._first.tickets()
+
+    def appendices(self) -> list[bytes]:
+        """Everybody's appendices, in the order of the roster; raises what went wrong. Only once it is over."""
+        lengths = self._lengths or []
+        if self._error is not None:
+            raise self._error
+        if self._second is None:
+            return [b""] * len(lengths)
+        return [data[:length] for data, length in zip(self._second.tickets(), lengths, strict=True)]
+
+    def _go_on(self) -> None:
+        """The tickets are there: gather the appendices, if anybody has one."""
+        self._lengths = []
+        try:
+            self._lengths = [tickets.unpack(data)[0].appendix for data in self._first.tickets()]
+            longest = max(self._lengths)
+            if longest:
+                self._second = self._gather(self._appendix.ljust(longest, b"\0"))
+        except RuntimeError as error:
+            self._error = error

@@ -1,0 +1,143 @@
+"""What a worker has computed and the group has not settled.
+
+Question  Which contribution is being filled, which one is in flight, and which lie outside the present phase?
+Holds     In every open phase there is at most one of each. What is lost with a failed sum is the contribution in
+          flight; what was accumulated since goes on. The time of an inner phase does not count in the outer one.
+Source    ABS-SGD (Zhou et al. 2023); docs/protocol.md ("One round", "Unplanned change").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from pliant.core import tickets
+from pliant.core.regrouping import Entry
+from pliant.core.tickets import Ticket
+from pliant.tensors.gradients import Buffer
+from pliant.worker.contribution import Contribution
+from pliant.worker.evaluation.outputs import Outputs
+
+
+class Flight:
+    """A contribution that was handed in and not settled yet."""
+
+    def __init__(self, filled: Buffer | None, merged: Tensor | None, drawn: int) -> None:
+        self.summation: Any = None
+        self.filled = filled
+        self.merged = merged
+        self.drawn = drawn
+        """micro-batches it consists of"""
+        self.point = tickets.NOWHERE
+        """where they were computed"""
+        self.gathered: tuple[list[Ticket], int] | None = None
+        """the tickets, where they were gathered first"""
+        self.announced = False
+        """only the ticket is with the others: it says that this worker trains other parameters than were agreed on"""
+        self.squares = 0.0
+        """of such a contribution: the squared norm of its mean gradient; the bitmap of its gradients and buffers"""
+        self.bitmap = 0
+        self.weight = 0.0
+        self.leaving = False
+        """whether its ticket said that this worker draws no more"""
+        self.closed = False
+        """whether this worker has taken part in the exchange after it, in the same group"""
+        self.postscript: Tensor | None = None
+        """of a round that is summed in parts: what is said of the contributions after their tickets"""
+        self.given = 0
+        """parts that are being summed"""
+        self.squared_norm = 0.0
+        """of those"""
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """What is added up."""
+        if self.filled is not None and self.postscript is not None:
+            return [*self.filled.parts, *self.behind]
+        return [*(self.filled.flats if self.filled else []), *self.behind]
+
+    @property
+    def behind(self) -> list[Tensor]:
+        """What is added up behind the gradients."""
+        return [tensor for tensor in (self.merged, self.postscript) if tensor is not None]
+
+
+class Work:
+    """The contributions of one worker, in all open phases."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.contribution = Contribution(clock())
+        """being filled"""
+        self.flight: Flight | None = None
+        self._outside: list[tuple[Contribution, Flight | None, float]] = []
+        """what lies outside each open phase, and since when, outermost first"""
+        self.drawn_since_update = False
+        """in the loop over batches, since the last update that ``step`` has told of"""
+        self.outputs = Outputs()
+        """what the present ``evaluate`` has gathered"""
+        self.sum_s = 0.0
+        """what the last summation took"""
+        self.cost_s = 0.0
+        """what settling, applying and looking ahead took in the last round"""
+
+    @property
+    def in_flight(self) -> int:
+        """How many contributions of this phase are not settled: 0 or 1."""
+        return 1 if self.flight else 0
+
+    @property
+    def drawn(self) -> int:
+        """Micro-batches at the front of this worker's hand that it has drawn already."""
+        return self.contribution.micro_batches + (self.flight.drawn if self.flight else 0)
+
+    @property
+    def flights(self) -> list[Flight]:
+        """All that were handed in and are not settled, whatever phase they are of."""
+        found = [self.flight, *(flight for _, flight, _ in self._outside)]
+        return [flight for flight in found if flight is not None]
+
+    def begin(self) -> None:
+        """The next contribution begins, with nothing in it."""
+        self.contribution = Contribution(self._clock())
+
+    # -- phases
+
+    def enter_phase(self) -> None:
+        """Put aside what lies outside."""
+        self._outside.append((self.contribution, self.flight, self._clock()))
+        self.contribution, self.flight = Contribution(self._clock()), None
+
+    def leave_phase(self) -> None:
+        """Go on with what lies outside."""
+        self.contribution, self.flight, since = self._outside.pop()
+        self.contribution.start_s += self._clock() - since
+
+    # -- eras
+
+    def entry(self, *, active: bool) -> Entry:
+        """What this worker loses and keeps, per open phase from the outermost on."""
+        if not active:
+            return Entry(active=False)
+        pairs = [(contribution, flight) for contribution, flight, _ in self._outside[1:]]
+        if self._outside:
+            pairs.append((self.contribution, self.flight))
+        dropped = tuple(flight.drawn if flight else 0 for _, flight in pairs)
+        points = tuple(flight.point if flight else tickets.NOWHERE for _, flight in pairs)
+        return Entry(True, dropped, tuple(contribution.micro_batches for contribution, _ in pairs), points)
+
+    def lose_flights(self, depth: int) -> None:
+        """What was in flight is lost; what was accumulated since goes on, in the ``depth`` phases that go on."""
+        self.flight = None
+        self._outside = [(contribution, None, since) for contribution, _, since in self._outside]
+        while len(self._outside) > depth:
+            self.leave_phase()
+
+    def forget(self, depth: int) -> None:
+        """Nothing that was computed is of use; so many phases are open."""
+        now = self._clock()
+        self.outputs.forget()
+        self.flight, self.contribution = None, Contribution(now)
+        self._outside = [(Contribution(now), None, now) for _ in range(depth)]

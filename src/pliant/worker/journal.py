@@ -1,0 +1,294 @@
+"""Telling the coordinator what happened.
+
+Question  What is written down of each era, phase and round, and when is it certain enough to be told?
+Holds     Every record is a function of the tickets, so all workers make the same ones, numbered alike. Lines of an
+          exchange are let go when one has completed to which all came after it: what only a lost worker applied is
+          never told. One worker sends; the others keep theirs until they are on disk, and hand them on with the
+          state: whoever holds the state holds every line that may still be missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from pliant.core import consistency, evaluation, ledger
+from pliant.core.group_state import Group
+from pliant.core.journal import records as journal
+from pliant.core.regrouping import Entry
+from pliant.core.rounds import Settled
+from pliant.core.tickets import NOWHERE, Flag, Kind, Ticket
+from pliant.types import Span
+
+
+class Witness(Protocol):
+    """Who is told what happened: the journal of a job, or nobody."""
+
+    def opened(self, group: Group, openings: list[Ticket]) -> None: ...
+
+    def settled(self, group: Group, outcome: Settled, handed_in: list[Ticket], rate: float) -> None: ...
+
+    def era(self, group: Group, entries: Sequence[Entry] | None, *, sends: bool) -> None: ...
+
+    def joined(self, records: int) -> None: ...
+
+    def moved(self, link: Any) -> None: ...
+
+    def confirmed(self) -> None: ...
+
+    def rewound(self, name: str, records: int, worker: str, round_: int) -> None: ...
+
+    @property
+    def records(self) -> int: ...
+
+    @property
+    def certain(self) -> int: ...
+
+
+class Nobody:
+    """The witness of a script that runs alone."""
+
+    records = certain = 0
+
+    def opened(self, group: Group, openings: list[Ticket]) -> None: ...
+
+    def settled(self, group: Group, outcome: Settled, handed_in: list[Ticket], rate: float) -> None: ...
+
+    def era(self, group: Group, entries: Sequence[Entry] | None, *, sends: bool) -> None: ...
+
+    def joined(self, records: int) -> None: ...
+
+    def moved(self, link: Lines) -> None: ...
+
+    def confirmed(self) -> None: ...
+
+    def rewound(self, name: str, records: int, worker: str, round_: int) -> None: ...
+
+
+class Lines(Protocol):
+    """Where lines go (``control.link.Link``)."""
+
+    sends_lines: bool
+
+    def keep(self, lines: Iterable[bytes], first: int) -> None: ...
+    def keep_earlier(self, lines: Sequence[bytes], first: int) -> None: ...
+    def unwritten(self) -> list[bytes]: ...
+    def send_lines_again(self) -> None: ...
+
+
+class Reporter:
+    """The witness of a worker in a job."""
+
+    def __init__(self, link: Lines, settings: Mapping[str, str] | None = None, parameters: str = "") -> None:
+        """``settings``, ``parameters``: what all scripts agree on, see ``journal.PolicyRecord``."""
+        self._link = link
+        self._settings, self._parameters = dict(settings or {}), parameters
+        self._held: list[bytes] = []
+        self.records = 0
+        """records made so far, by whichever worker"""
+        self._joined = 0
+        """those of them made before this worker came"""
+        self._announced: journal.PolicyRecord | None = None
+        self._trained = b""
+        """the set of parameters agreed on before the next record"""
+
+    def moved(self, link: Lines) -> None:
+        """Back under a new name, over another line."""
+        self._link = link
+
+    def joined(self, records: int) -> None:
+        """Go on where the group is: what came before is with the others."""
+        self._held = []
+        self.records = self._joined = records
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a newcomer must keep, too."""
+        lines = [*self._link.unwritten(), *self._held]
+        return {"first": self.records - len(lines), "lines": [line.decode() for line in lines]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """A newcomer keeps what was made before it came, as far as it is not on disk."""
+        first: int = state["first"]
+        self._link.keep_earlier([line.encode() for line in state["lines"][: max(0, self._joined - first)]], first)
+
+    def confirmed(self) -> None:
+        """All members have settled the last exchange, or entered the era after it."""
+        if self._held:
+            self._link.keep(self._held, self.records - len(self._held))
+            self._held = []
+
+    @property
+    def certain(self) -> int:
+        """How many of them are of exchanges that all members have settled."""
+        return self.records - len(self._held)
+
+    def rewound(self, name: str, records: int, worker: str, round_: int) -> None:
+        """``worker`` has read the state as of so many records: the run goes on from there."""
+        self._write(journal.RewindRecord(name, records, worker, round_))
+
+    def era(self, group: Group, entries: Sequence[Entry] | None, *, sends: bool) -> None:
+        """A roster takes effect; ``sends``: this worker tells the journal from now on."""
+        # Only the next exchange shows that all have entered it: until then one may go back to the era before.
+        self._write(
+            journal.EraRecord(
+                era=group.era,
+                roster=list(group.roster),
+                entries=None if entries is None else [_entry(entry) for entry in entries],
+                void=0 if entries is None else group.round,
+            )
+        )
+        if entries is not None:
+            for phase in group.given_up:
+                self._write(journal.PhaseEndRecord(phase.number, list(ledger.unspent(phase.ledger))))
+        # A newcomer may not have seen it.
+        self._announced = None
+        self._trained = group.trained
+        self._link.sends_lines = sends
+        if sends:
+            self._link.send_lines_again()
+
+    def opened(self, group: Group, openings: list[Ticket]) -> None:
+        """All workers entered a phase; before the first one, and after a change, the policy is written."""
+        self.confirmed()
+        policy = _policy(group, self._settings, self._parameters)
+        if policy != self._announced:
+            self._write(policy)
+            self._announced = policy
+        inside = group.open[-1] if group.open and group.phase.number == group.phases else None
+        present = consistency.opening(openings)
+        first = openings[present.index(True)]
+        self._write(
+            journal.PhaseRecord(
+                phase=group.phases,
+                task=first.kind.name.lower(),
+                epoch=first.epoch,
+                length=first.length,
+                limit=inside.ledger.limit if inside else 0,
+                sizes=[ticket.size for ticket in openings],
+                ahead=[ticket.ahead for ticket in openings],
+                order=first.order,
+                absent=[member for member, here in enumerate(present) if not here],
+                inner=bool(first.flags & Flag.INNER),
+                ready=[member for member, ticket in enumerate(openings) if ticket.flags & Flag.READY],
+                trained=_sets(self._trained, openings, wanted=True) if first.kind is Kind.TRAIN else [],
+            )
+        )
+        self._trained = group.trained
+        if inside is None:
+            self._write(journal.PhaseEndRecord(group.phases, [(0, first.length)] if first.length else []))
+
+    def settled(self, group: Group, outcome: Settled, handed_in: list[Ticket], rate: float) -> None:
+        """An exchange of a phase was settled."""
+        if all(ticket.phase == group.phases for ticket in handed_in):
+            # Else it was in flight while an ``evaluate`` in the loop body came to its end.
+            self.confirmed()
+        lines = [_line(ticket, spans) for ticket, spans in zip(handed_in, outcome.spans, strict=True)]
+        entered = [(m, t.size, t.ahead) for m, t in enumerate(handed_in) if t.flags & Flag.READY]
+        if outcome.kind is Kind.EVALUATE:
+            sums = evaluation.journaled(handed_in)
+            self._write(journal.ExchangeRecord(group.era, outcome.phase, outcome.batch, lines, entered, sums))
+        else:
+            self._write(
+                journal.RoundRecord(
+                    era=group.era,
+                    round=outcome.round,
+                    phase=outcome.phase,
+                    batch=outcome.batch,
+                    weight=outcome.weight,
+                    factor=outcome.factor,
+                    rate=rate,
+                    loss=outcome.loss,
+                    applied=outcome.applied,
+                    samples_total=group.samples,
+                    tickets=lines,
+                    entered=entered,
+                    delay=outcome.verdict.delay if outcome.verdict else None,
+                    harvests=outcome.verdict.harvests if outcome.verdict else None,
+                    momentum=outcome.momentum if outcome.momentum != group.policy.momentum else None,
+                    measured=outcome.measured,
+                    noise_scale=_noise_scale(group) if outcome.measured else None,
+                    scheduled_total=group.scheduled if group.scheduled != group.samples else None,
+                    drift=_drift(outcome),
+                    clip_norm=outcome.clip_norm,
+                    trained=_sets(self._trained, handed_in, wanted=False),
+                    wanted=_sets(self._trained, handed_in, wanted=True),
+                )
+            )
+            self._trained = group.trained
+        if outcome.ended:
+            self._write(journal.PhaseEndRecord(outcome.phase, list(outcome.cut), outcome.result, outcome.results or {}))
+
+    def _write(self, record: journal.Record) -> None:
+        self._held.append(journal.encode(record))
+        self.records += 1
+
+
+def _entry(entry: Entry) -> journal.EntryLine:
+    return journal.EntryLine(
+        entry.active, list(entry.dropped), list(entry.kept), [point.packed for point in entry.points]
+    )
+
+
+def _policy(group: Group, settings: dict[str, str], parameters: str) -> journal.PolicyRecord:
+    policy = group.policy
+    return journal.PolicyRecord(
+        batch=policy.batch,
+        floating=policy.floating,
+        at_most=policy.at_most,
+        delay=policy.delay,
+        rule=str(policy.rule),
+        momentum=policy.momentum,
+        samples_limit=group.samples_limit,
+        trial=policy.trial,
+        settings=settings,
+        parameters=parameters,
+        updates_limit=group.updates_limit,
+        order=policy.order,
+    )
+
+
+def _sets(agreed: bytes, tickets: Sequence[Ticket], *, wanted: bool) -> list[str]:
+    """The sets of parameters that these tickets carry, where one of those who have a say is not the agreed one."""
+    sets = [ticket.wanted if wanted else ticket.trained for ticket in tickets]
+    if all(of == agreed or ticket.flags & Flag.FOLLOWING for of, ticket in zip(sets, tickets, strict=True)):
+        return []
+    return [of.hex() for of in sets]
+
+
+def _drift(outcome: Settled) -> journal.DriftLine | None:
+    differs = outcome.drift
+    if differs is None:
+        return None
+    return journal.DriftLine(
+        differs.round,
+        list(differs.digests),
+        list(differs.healed),
+        list(differs.expelled),
+        differs.donor,
+        list(differs.sketches),
+    )
+
+
+def _noise_scale(group: Group) -> float | None:
+    scale = group.noise.scale
+    return scale if scale is not None and math.isfinite(scale) else None
+
+
+def _line(ticket: Ticket, spans: Sequence[Span]) -> journal.TicketLine:
+    return journal.TicketLine(
+        spans=list(spans),
+        micro_batches=ticket.micro_batches,
+        samples=ticket.samples,
+        weight=ticket.weight,
+        busy_s=ticket.busy_s,
+        idle_s=ticket.idle_s,
+        sum_s=ticket.sum_s,
+        cost_s=ticket.cost_s,
+        # JSON has no infinity; a round with such a loss is marked by its flags.
+        loss_sum=ticket.loss_sum if math.isfinite(ticket.loss_sum) else 0.0,
+        squared_norm=ticket.squared_norm if math.isfinite(ticket.squared_norm) else 0.0,
+        scale=ticket.scale,
+        flags=int(ticket.flags),
+        point=None if ticket.point is NOWHERE or not ticket.point.handed_in else ticket.point.packed,
+    )

@@ -1,0 +1,129 @@
+"""One worker as a member of the group.
+
+Question  Where is this worker, and what does it hold?
+Holds     The replicated state and the script's place in it are kept here and nowhere else: whoever changes one of them
+          changes it for all parts of the worker's loop.
+Source    docs/protocol.md ("One round", "Following").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pliant.core import allowance, consistency, tickets
+from pliant.core.group_state import Group, Standing
+from pliant.core.tickets import Flag, Kind, Ticket
+from pliant.types import WorkerId
+from pliant.worker.elastic.eras import Eras, Handed
+from pliant.worker.in_flight import Work
+from pliant.worker.journal import Witness
+from pliant.worker.script.calls import Script
+from pliant.worker.training import Training
+
+
+class Member:
+    """What all parts of a worker's loop share."""
+
+    def __init__(
+        self,
+        me: WorkerId,
+        group: Group,
+        training: Training,
+        witness: Witness,
+        eras: Eras | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.me = me
+        self.group = group
+        self.training = training
+        self.witness = witness
+        self.eras = eras
+        """None: no coordinator, and one era for ever"""
+        self.script = Script()
+        self.work = Work(clock)
+        self.undrained = False
+        """the exchange that makes the buffers equal at a phase's end is still to come"""
+        self.turned = -1
+        """the last exchange that opened or ended a phase"""
+        self.fresh: frozenset[WorkerId] = frozenset()
+        """who has begun to compute and added nothing yet: it may still ask for the user's state"""
+        self.clip_norm: float | None = None
+        """the bound on the gradient's norm that the script has set; 0: none; None: it has set nothing"""
+
+    @property
+    def index(self) -> int:
+        """This worker's place in the roster."""
+        return self.group.roster.index(self.me)
+
+    @property
+    def standing(self) -> Standing:
+        return self.group.standings[self.index]
+
+    @property
+    def follows(self) -> bool:
+        """Whether it does not hold the whole state."""
+        return self.standing is Standing.FOLLOWING
+
+    @property
+    def holders(self) -> list[int]:
+        """Members that hold the whole state."""
+        return [m for m, standing in enumerate(self.group.standings) if standing is not Standing.FOLLOWING]
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it has a say in what the next exchange is."""
+        return allowance.speaks(self.group, self.index)
+
+    def is_in(self, phase: int) -> bool:
+        """Whether the group is in ``phase``, or in one inside it."""
+        return any(each.number == phase for each in self.group.open)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this worker draws no more, because it was asked to go.
+
+        Not inside an ``evaluate`` in a loop, and not before the round in flight is settled or something was drawn
+        beside it: the others may count on this worker being inside its loop body.
+        """
+        if self.eras is None or not self.eras.leaving or self.script.depth > 1:
+            return False
+        flight = self.work.flight
+        return flight is None or flight.leaving or self.work.contribution.micro_batches > 0
+
+    @property
+    def handed(self) -> Handed:
+        """The replicated state, to be handed round or written down."""
+        return Handed(self.group, self.witness.records, self.training.buffers.live, self.undrained)
+
+    def ticket(self, kind: Kind, flags: Flag) -> Ticket:
+        """A ticket that says where this worker is. Raises where the planned era has come to nothing."""
+        group, training = self.group, self.training
+        if self.leaving:
+            flags |= Flag.LEAVING
+        plan_term, plan_era = self.eras.place.prepared(group.era) if self.eras is not None else (0, 0)
+        if plan_era and self.eras is not None and self.eras.place.left_out:
+            flags |= Flag.GOING
+        return Ticket(
+            group.era,
+            group.round,
+            group.phases,
+            kind,
+            flags,
+            digest=consistency.digest(group),
+            exchange=group.exchange,
+            plan_term=plan_term,
+            plan_era=plan_era,
+            momentum=training.momentum,
+            measured_round=training.measured[0],
+            measured_norm=training.measured[1],
+            weights_round=training.weighed[0],
+            weights=training.weighed[1],
+            arithmetic=training.fingerprint.arithmetic,
+            sketch=training.sketch,
+            clip_norm=-1.0 if self.clip_norm is None else self.clip_norm,
+            trained=training.contributed,
+            wanted=training.look(),
+        )
+
+    def packed(self, ticket: Ticket, bitmap: int = 0) -> bytes:
+        return tickets.pack(ticket, bitmap, self.training.bits)
