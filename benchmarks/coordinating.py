@@ -23,8 +23,8 @@ from benchmarks.results import Trial
 from pliant.control import messages
 from pliant.coordinator.coordinator import Coordinator
 from pliant.coordinator.journal import JournalFile
-from pliant.coordinator.recorder import Journal
-from pliant.coordinator.run_spec import Charter
+from pliant.coordinator.recorder import JournalSink
+from pliant.coordinator.run_spec import RunSpec
 from pliant.coordinator.service import TICK_S
 from pliant.coordinator.state_file import STATE
 from pliant.core.journal import records as journal
@@ -56,11 +56,11 @@ class _Wire:
 class _Journal:
     """Forgets what it is given."""
 
-    place = journal.Place()
+    place = journal.JournalPosition()
 
     def append(self, records: list[journal.Record]) -> None: ...
 
-    def since(self, place: journal.Place) -> Iterator[journal.Record]:
+    def since(self, place: journal.JournalPosition) -> Iterator[journal.Record]:
         return iter(())
 
     def sync(self, done: Callable[[bool], None], *, wait: bool = False) -> None:
@@ -77,9 +77,9 @@ class _Journal:
 class Crowd:
     """A coordinator and so many workers in an era."""
 
-    def __init__(self, workers: int, journal_file: Journal | None = None) -> None:
+    def __init__(self, workers: int, journal_file: JournalSink | None = None) -> None:
         self.now_s, self._beats = 100.0, 0
-        charter = Charter("job", "train.py", "0", workers=workers)
+        charter = RunSpec("job", "train.py", "0", workers=workers)
         self.coordinator = Coordinator(charter, journal_file or _Journal(), lambda: self.now_s, 1e9)
         agent = _Wire(0)
         self.coordinator.agent_connected(agent)
@@ -174,7 +174,7 @@ def succession(count: int) -> dict[str, float]:
         grown_mb = status_mb("VmHWM") - began_mb
         began_s = time.perf_counter()
         again, account = JournalFile.reopened(path)
-        charter = Charter("job", "train.py", "0", workers=WORKERS)
+        charter = RunSpec("job", "train.py", "0", workers=WORKERS)
         coordinator = Coordinator.resumed(charter, again, account, 2, lambda: crowd.now_s, 1e9)
         seconds = time.perf_counter() - began_s
         found = {

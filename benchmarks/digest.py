@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pliant.core import drift
-from pliant.tensors.digest import Fingerprint
+from pliant.tensors.digest import WeightsDigest
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(width, width), nn.ReLU())))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     weights = list(model.parameters())
-    fingerprint = Fingerprint(weights, parts=drift.PARTS, reduces=False)
+    fingerprint = WeightsDigest(weights, parts=drift.PARTS, reduces=False)
     x = torch.randn(32, width)
     for turn in range(fingerprint.parts):
         fingerprint.of(turn)

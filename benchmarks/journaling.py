@@ -1,10 +1,10 @@
 """What the journal costs: bytes, CPU seconds while it is written, and the time of its audit.
 
 Question  How long is a round in the journal, what does writing it take from the training, and how soon is it checked?
-Holds     The rounds are decided by the real decision code, written by the real ``Reporter``, taken in as a coordinator
-          does, and checked by what ``pliant audit`` runs. All times are CPU seconds of one thread, so that whatever
-          else the machine does is not in them. The share is of the CPU seconds of the same four workers' rounds of 64
-          samples on a real model.
+Holds     The rounds are decided by the real decision code, written by the real ``JournalReporter``, taken in as a
+          coordinator does, and checked by what ``pliant audit`` runs. All times are CPU seconds of one thread, so that
+          whatever else the machine does is not in them. The share is of the CPU seconds of the same four workers'
+          rounds of 64 samples on a real model.
 Source    Issue 5, "journal"; docs/benchmarks.md.
 """
 
@@ -19,16 +19,16 @@ from tempfile import TemporaryDirectory
 from benchmarks.results import Trial
 from benchmarks.statistics import clocked
 from pliant.coordinator.journal import JournalFile, history
-from pliant.coordinator.status import Tally
+from pliant.coordinator.status import StatusTracker
 from pliant.core import rounds
 from pliant.core.consistency import Mismatch
-from pliant.core.group_state import Group, Policy, founded
+from pliant.core.group_state import GroupState, Policy, founded
 from pliant.core.journal import records as journal
 from pliant.core.journal.audit import audit
 from pliant.core.ledger import samples_of
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import WorkerId
-from pliant.worker.journal import Reporter
+from pliant.worker.journal import JournalReporter
 
 WORKERS = 4
 BATCH, SIZE = 64, 16
@@ -72,7 +72,7 @@ class Cost:
     """the coordinator's for taking them in and writing them"""
 
 
-def _tickets(group: Group, chance: random.Random) -> list[Ticket]:
+def _tickets(group: GroupState, chance: random.Random) -> list[Ticket]:
     """What four workers of unequal pace hand in."""
     found: list[Ticket] = []
     for hand, pace in zip(group.phase.ledger.hands, PACES, strict=True):
@@ -89,14 +89,14 @@ def _tickets(group: Group, chance: random.Random) -> list[Ticket]:
     return found
 
 
-def _openings(group: Group, epoch: int, length: int) -> list[Ticket]:
+def _openings(group: GroupState, epoch: int, length: int) -> list[Ticket]:
     opening = Ticket(
         group.era, group.round, group.phases, Kind.TRAIN, Flag.OPENING, epoch, length, order=epoch, size=SIZE, ahead=2
     )
     return [opening] * WORKERS
 
 
-def _settled(before: Group, tickets: list[Ticket]) -> tuple[Group, rounds.Settled]:
+def _settled(before: GroupState, tickets: list[Ticket]) -> tuple[GroupState, rounds.Settled]:
     decision = rounds.settled(before, tickets)
     if isinstance(decision, Mismatch):
         raise AssertionError(decision.reason)
@@ -106,7 +106,7 @@ def _settled(before: Group, tickets: list[Ticket]) -> tuple[Group, rounds.Settle
 def played(count: int, cost: Cost) -> Iterator[list[bytes]]:
     """The records of so many rounds, in portions, as one worker tells them."""
     chance, line = random.Random(0), _Line()
-    reporter = Reporter(line)
+    reporter = JournalReporter(line)
     group = founded(Policy(BATCH, momentum=0.9), 1, [WorkerId(f"w{i}") for i in range(WORKERS)])
     reporter.era(group, None, sends=True)
     epoch = 0
@@ -133,7 +133,7 @@ def played(count: int, cost: Cost) -> Iterator[list[bytes]]:
 
 def write(path: Path, count: int) -> Cost:
     """A journal of so many rounds."""
-    cost, tally, now_s = Cost(), Tally("journal"), 0.0
+    cost, tally, now_s = Cost(), StatusTracker("journal"), 0.0
     file = JournalFile(path)
     file.append([journal.RunRecord("journal", "0", 0.0)])
     for lines in played(count, cost):

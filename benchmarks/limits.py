@@ -23,8 +23,8 @@ from benchmarks.memory import live_tensors, storages
 from benchmarks.resident import forget_peak, status_mb
 from benchmarks.results import Trial
 from benchmarks.workload import Device, make_model, make_optimizer
-from pliant.tensors.gradients import Buffer
-from pliant.worker.elastic.catch_up import Takeover, snapshot
+from pliant.tensors.gradients import FlatGradients
+from pliant.worker.elastic.catch_up import CatchUp, snapshot
 from pliant.worker.training import Training
 
 PARTS = ("epoch", "newcomer")
@@ -167,7 +167,7 @@ class Newcomer:
             training.gradients.check()
         self.gradient_bytes = sum(p.nbytes for p in self.mine.parameters)
         self.wire = Wire(self.theirs, 2 * self.gradient_bytes / state_rounds)
-        self.takeover = Takeover(self.mine, USERS, lambda _: self.wire, say=lambda _: None)
+        self.takeover = CatchUp(self.mine, USERS, lambda _: self.wire, say=lambda _: None)
         self.takeover.restart(["donor"], 1, 0, keep=False)
         self.exchange = self.waits = 0
         # Held, not only noted: a freed one's place would be taken by what is to be counted.
@@ -187,7 +187,7 @@ class Newcomer:
 
     def _round(self) -> None:
         self.exchange += 1
-        means = Buffer(self.theirs.parameters)
+        means = FlatGradients(self.theirs.parameters)
         gradients = _filled(means, 0.001 * self.exchange)
         held, self.mine.held = self.mine.held or 0, None
         self.mine.catch_up({index: view for index, view in gradients.items() if held >> index & 1}, 1.0, None)
@@ -226,7 +226,7 @@ def _training() -> Training:
     )
 
 
-def _filled(buffer: Buffer, value: float) -> dict[int, Tensor]:
+def _filled(buffer: FlatGradients, value: float) -> dict[int, Tensor]:
     """Its views, by parameter."""
     views = {index: view for index, view in enumerate(buffer.views) if view is not None}
     for view in views.values():
@@ -235,7 +235,7 @@ def _filled(buffer: Buffer, value: float) -> dict[int, Tensor]:
 
 
 def _means(training: Training, value: float) -> dict[int, Tensor]:
-    return _filled(Buffer(training.parameters), value)
+    return _filled(FlatGradients(training.parameters), value)
 
 
 def joined(state_rounds: int) -> dict[str, float]:

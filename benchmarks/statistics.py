@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from benchmarks.results import Trial
 from benchmarks.workload import Device, make_dataset, make_model, make_optimizer
 from pliant.core.tuning import noise
-from pliant.tensors.gradients import Buffer
+from pliant.tensors.gradients import FlatGradients
 from pliant.testing import Together, together
 from pliant.worker.training import Training
 
@@ -58,7 +58,7 @@ class Meter:
 def watched(meter: Meter) -> ExitStack:
     """Time the estimates, and the norms that are taken for their sake: of the group's sum, not of a contribution."""
     stack, mine = ExitStack(), threading.local()
-    norm, average = Buffer.squared_norm, Training._average
+    norm, average = FlatGradients.squared_norm, Training._average
     timed_norm = meter.timed(norm)
 
     def averaged(training: Training, *arguments: Any, measures: bool) -> float | None:
@@ -68,11 +68,11 @@ def watched(meter: Meter) -> ExitStack:
         finally:
             mine.measures = False
 
-    def squared_norm(buffer: Buffer) -> float:
+    def squared_norm(buffer: FlatGradients) -> float:
         return timed_norm(buffer) if getattr(mine, "measures", False) else norm(buffer)
 
     stack.enter_context(patch.object(Training, "_average", averaged))
-    stack.enter_context(patch.object(Buffer, "squared_norm", squared_norm))
+    stack.enter_context(patch.object(FlatGradients, "squared_norm", squared_norm))
     for name in ESTIMATES:
         stack.enter_context(patch.object(noise, name, meter.timed(getattr(noise, name))))
     return stack

@@ -19,7 +19,7 @@ from benchmarks.fuzz.handoffs import STATES, raw_bytes
 from benchmarks.fuzz.mutation import DEEP, bent, deformed
 from benchmarks.fuzz.surface import Volley
 from pliant.errors import CheckpointError
-from pliant.tensors.checkpoint import MANIFEST, TENSORS, Manifest, Store, manifest_of, state_of
+from pliant.tensors.checkpoint import MANIFEST, TENSORS, CheckpointStore, Manifest, manifest_of, state_of
 from pliant.tensors.serialize import flattened
 
 JOB, NAME = "job", "c1"
@@ -32,7 +32,7 @@ class CheckpointSurface:
 
     def __init__(self) -> None:
         self._directory = TemporaryDirectory(prefix="pliant-fuzz-")
-        self._store = Store(self._directory.name, JOB)
+        self._store = CheckpointStore(self._directory.name, JOB)
         self._place = Path(self._directory.name) / JOB / NAME
         self._files: list[tuple[bytes, bytes]] = []
         for state in STATES:

@@ -23,7 +23,7 @@ from benchmarks.fuzz.surface import Volley
 from pliant.control import messages as m
 from pliant.coordinator.coordinator import Coordinator
 from pliant.coordinator.journal_summary import account_of
-from pliant.coordinator.run_spec import Charter
+from pliant.coordinator.run_spec import RunSpec
 from pliant.coordinator.status import Status
 from pliant.core.journal import records as journal
 from pliant.core.membership import events, roster
@@ -83,10 +83,10 @@ class _Journal:
         return len(self._records)
 
     @property
-    def place(self) -> journal.Place:
-        return journal.Place(lines=self.lines)
+    def place(self) -> journal.JournalPosition:
+        return journal.JournalPosition(lines=self.lines)
 
-    def since(self, place: journal.Place) -> Iterator[journal.Record]:
+    def since(self, place: journal.JournalPosition) -> Iterator[journal.Record]:
         yield from self._records[place.lines :]
 
     def sync(self, done: Callable[[bool], None], *, wait: bool = False) -> None:
@@ -157,7 +157,7 @@ class Session:
         self.chance = chance
         self.now_s = 1000.0
         self.journal = _Journal()
-        charter = Charter("job", "train.py", VERSION, 6)
+        charter = RunSpec("job", "train.py", VERSION, 6)
         resumed = None if term == 1 else [journal.RunRecord("job", VERSION, 1e9), *RECORDS[:1], *RECORDS[2:4]]
         account = None if resumed is None else account_of(resumed)
         self.coordinator = Coordinator(charter, self.journal, lambda: self.now_s, 1e9, term=term, account=account)

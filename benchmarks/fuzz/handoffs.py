@@ -140,7 +140,7 @@ class HandoffSurface:
                 greeting = b"pliant handoff 1\n"
                 greeting = bent(chance, greeting, [greeting]) if chance.random() < 0.5 else greeting
                 framing.introduce(_Line(greeting + theirs), _Line(), TOKEN)  # type: ignore[arg-type]
-        except framing.Broken:
+        except framing.StreamBroken:
             return False
         raise AssertionError("a stranger was let in")
 
@@ -158,7 +158,7 @@ class HandoffSurface:
             sent = bent(chance, sent, self._requests)
         try:
             request = handoff._read_request(io.BytesIO(sent))
-        except framing.Broken:
+        except framing.StreamBroken:
             return False
         waiting = handoff._Waiting(request)
         handoff.is_due(*waiting.since, 3, 17)
@@ -177,6 +177,6 @@ def _received(sent: bytes) -> dict[str, Any] | None:
     reader = io.BytesIO(sent)
     try:
         _, state = handoff._read_answer(reader, framing.read_frame(reader))
-    except framing.Broken:
+    except framing.StreamBroken:
         return None
     return state

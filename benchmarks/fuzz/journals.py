@@ -18,7 +18,7 @@ from benchmarks.fuzz.mutation import bent, deformed
 from benchmarks.fuzz.surface import Volley
 from pliant.coordinator.coordinator import Coordinator
 from pliant.coordinator.journal import JournalFile
-from pliant.coordinator.run_spec import Charter
+from pliant.coordinator.run_spec import RunSpec
 from pliant.coordinator.status import Status
 from pliant.core.journal import records as journal
 from pliant.core.journal.audit import audit
@@ -140,7 +140,7 @@ class JournalSurface:
         except (JournalError, UsageError):
             return False
         now_s = 100.0
-        coordinator = Coordinator.resumed(Charter("sim", "x", "0.1.0"), file, account, 2, lambda: now_s, 1e9)
+        coordinator = Coordinator.resumed(RunSpec("sim", "x", "0.1.0"), file, account, 2, lambda: now_s, 1e9)
         for _ in range(3):
             now_s += 0.5
             coordinator.handle(events.Tick(), now_s)

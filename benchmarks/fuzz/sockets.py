@@ -27,7 +27,7 @@ from benchmarks.fuzz.surface import Volley
 from pliant import auth
 from pliant.control import limits
 from pliant.control import messages as m
-from pliant.coordinator.run_spec import Charter
+from pliant.coordinator.run_spec import RunSpec
 from pliant.coordinator.service import serve
 from pliant.coordinator.status import Status
 
@@ -74,7 +74,7 @@ class SocketSurface:
     def _serve(self, listener: socket.socket) -> None:
         # Strangers would only slow it down.
         limits.LATE_S = 0.0
-        charter = Charter("fuzz", "train.py", VERSION, 1)
+        charter = RunSpec("fuzz", "train.py", VERSION, 1)
         served = serve(charter, Path(self._directory.name), listener, TOKEN, resume=False, on_ready=self._ready.set)
         try:
             asyncio.run(served)

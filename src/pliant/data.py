@@ -195,16 +195,16 @@ class Loader:
         seed: int,
         epoch: int,
         upcoming: Callable[[], Sequence[MicroBatch]],
-    ) -> Pass:
+    ) -> PhaseReader:
         """One phase's reading."""
-        return Pass(self._loader, self._samples, self._deals, order, seed, epoch, upcoming)
+        return PhaseReader(self._loader, self._samples, self._deals, order, seed, epoch, upcoming)
 
 
 def _positions(micro_batch: MicroBatch) -> list[int]:
     return [p for start, stop in micro_batch for p in range(start, stop)]
 
 
-class Pass:
+class PhaseReader:
     """The reading of one phase: micro-batches in, collated data out."""
 
     def __init__(

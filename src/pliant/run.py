@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pliant import data, settings
-from pliant.core.group_state import Past
+from pliant.core.group_state import FinishedPhase
 from pliant.core.ledger import MicroBatch, samples_of
 from pliant.core.tickets import Kind
 from pliant.core.tuning.rates import Rule
@@ -32,11 +32,11 @@ from pliant.tensors.randomness import MICRO_BATCH, seed_everything, stream
 from pliant.types import WorkerId
 from pliant.worker import session
 from pliant.worker.evaluation import measures, outputs, predictions
-from pliant.worker.script.calls import Opening
+from pliant.worker.script.calls import ScriptCall
 from pliant.worker.script.hooks import OnRoster, OnUpdate
 from pliant.worker.script.other_optimizers import OtherOptimizers, check_not_joined
 from pliant.worker.script.sample_order import AsItIs, Order, Ordering, UserOrder, epoch_order
-from pliant.worker.session import Membership, Offer
+from pliant.worker.session import JoinRequest, Session
 from pliant.worker.training import Training
 
 # A slow disk: what is not away for longer is not left out.
@@ -65,7 +65,7 @@ def join(
     seed: int = 0,
     dead_after: float = 5.0,
     hung_after: float = 600.0,
-    enroll: Callable[[Offer], Membership] = session.enrolled,
+    enroll: Callable[[JoinRequest], Session] = session.enrolled,
 ) -> Run:
     """Train ``model`` together with all workers of the job, or alone if no job is named in the environment.
 
@@ -141,7 +141,7 @@ def join(
         trainings.append(training)
         return training
 
-    offer = Offer(
+    offer = JoinRequest(
         model=model,
         optimizer=optimizer,
         policy=resolved.policy,
@@ -173,7 +173,7 @@ class Run:
     def __init__(
         self,
         model: nn.Module,
-        place: Membership,
+        place: Session,
         resolved: settings.Settings,
         *,
         order: UserOrder | None,
@@ -198,7 +198,7 @@ class Run:
         """a call of this epoch lay in the past of the group"""
         self._phase: int | None = None
         """the number of the last call's phase; None: the group was past it"""
-        self._ended: Past | None = None
+        self._ended: FinishedPhase | None = None
         """how the last ``batches`` or ``evaluate`` ended"""
         self._left: int | None = None
         self._bad: tuple[BaseException | None, str | None] = (None, None)
@@ -396,9 +396,9 @@ class Run:
         epoch, seed = self._epoch, self._settings.seed
         source = self._loader(dataset, collate_fn, loader)
         ordering = self._ordering(kind, length)
-        call = Opening(kind, epoch=epoch, samples=ordering, size=self._membership.size or size, ahead=source.ahead)
+        call = ScriptCall(kind, epoch=epoch, samples=ordering, size=self._membership.size or size, ahead=source.ahead)
         phase = boundary(self._worker.open)(call)
-        if isinstance(phase, Past):
+        if isinstance(phase, FinishedPhase):
             self._ended, self._phase, self._passed = phase, None, True
             return
         self._phase, order = phase, ordering.made

@@ -21,17 +21,17 @@ from pliant.control import connect as opening
 from pliant.control import link as client
 from pliant.control import messages as m
 from pliant.control.agent_link import AgentLink, Unreachable
-from pliant.control.app import Peer
+from pliant.control.app import WebSocketPeer
 from pliant.control.link import Link, Position
 from pliant.coordinator import service
 from pliant.coordinator.journal import JournalFile
-from pliant.coordinator.run_spec import Charter
-from pliant.coordinator.waiting_room import READING, Antechamber
+from pliant.coordinator.run_spec import RunSpec
+from pliant.coordinator.waiting_room import READING, WaitingRoom
 from pliant.core.journal import records as journal
 from pliant.errors import Refused
 from pliant.launch import launcher, requests
 from pliant.launch.job import JobSpec, Silent
-from pliant.launch.launcher import Agent
+from pliant.launch.launcher import Launcher
 from pliant.launch.run_directory import Access
 
 LIMIT_S = 60.0
@@ -39,7 +39,7 @@ TOKEN = "secret"
 Answer = TypeVar("Answer")
 
 
-class Wire(Peer):
+class Wire(WebSocketPeer):
     """A connection in memory."""
 
     def __init__(self, number: int) -> None:
@@ -58,22 +58,22 @@ class Desk:
     def __init__(self) -> None:
         self.heard: list[tuple[object, ...]] = []
 
-    def connected(self, peer: Peer) -> None:
+    def connected(self, peer: WebSocketPeer) -> None:
         self.heard.append(("connected", peer.number))
 
-    def received(self, peer: Peer, message: m.FromWorker) -> None:
+    def received(self, peer: WebSocketPeer, message: m.FromWorker) -> None:
         self.heard.append(("received", peer.number, message))
 
-    def closed(self, peer: Peer) -> None:
+    def closed(self, peer: WebSocketPeer) -> None:
         self.heard.append(("closed", peer.number))
 
-    def agent_connected(self, peer: Peer) -> None:
+    def agent_connected(self, peer: WebSocketPeer) -> None:
         self.heard.append(("agent_connected", peer.number))
 
-    def agent_received(self, peer: Peer, message: m.FromAgent) -> None:
+    def agent_received(self, peer: WebSocketPeer, message: m.FromAgent) -> None:
         self.heard.append(("agent_received", peer.number, message))
 
-    def agent_closed(self, peer: Peer) -> None:
+    def agent_closed(self, peer: WebSocketPeer) -> None:
         self.heard.append(("agent_closed", peer.number))
 
     def status(self) -> bytes:
@@ -98,7 +98,7 @@ SAID = st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["opened", "message
 @given(before=SAID, after=SAID)
 def test_all_is_heard_in_the_order_in_which_it_was_said(before: list[Any], after: list[Any]) -> None:
     """Peers with even numbers are workers, the others launchers."""
-    hall, desk = Antechamber(), Desk()
+    hall, desk = WaitingRoom(), Desk()
     wires = [Wire(number) for number in range(5)]
     said: list[tuple[object, ...]] = []
 
@@ -129,7 +129,7 @@ def test_all_is_heard_in_the_order_in_which_it_was_said(before: list[Any], after
 
 
 def test_only_who_waits_is_told_so() -> None:
-    hall = Antechamber()
+    hall = WaitingRoom()
     worker, gone, launcher = Wire(1), Wire(2), Wire(3)
     hall.hold()
     hall.connected(worker)
@@ -149,7 +149,7 @@ def test_only_who_waits_is_told_so() -> None:
 
 
 def test_people_are_told_to_try_again() -> None:
-    hall = Antechamber()
+    hall = WaitingRoom()
     assert hall.scale(3) == hall.drain("w0") == READING
     assert hall.figures() == {} and json.loads(hall.happenings()) == [] and "job" in json.loads(hall.status())
     hall.lead_on(Desk())
@@ -196,7 +196,7 @@ class Coordinators:
         """The next one."""
 
         async def started() -> None:
-            charter = Charter("job", "train.py", "0", workers=1)
+            charter = RunSpec("job", "train.py", "0", workers=1)
             # The listener outlives them all, as the launcher's does.
             self._task = asyncio.create_task(service.serve(charter, self.directory, self.listener.dup(), TOKEN, resume))
 
@@ -353,7 +353,7 @@ def test_a_guest_launcher_does_not_give_up_for_a_long_reading(tmp_path: Path, mo
     monkeypatch.setattr(AgentLink, "connect", connect)
 
     async def connected() -> bool:
-        guest = Agent(JobSpec("train.py"), Silent(), tmp_path, Access("127.0.0.1:1", TOKEN))
+        guest = Launcher(JobSpec("train.py"), Silent(), tmp_path, Access("127.0.0.1:1", TOKEN))
         guest._name = "a1"
         await guest._connected()
         return guest._end.done()

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from pliant.errors import CheckpointError
 from pliant.tensors import checkpoint
-from pliant.tensors.checkpoint import MANIFEST, TENSORS, Manifest, Store
+from pliant.tensors.checkpoint import MANIFEST, TENSORS, CheckpointStore, Manifest
 
 STATE: dict[str, Any] = {
     "meta": {"groups": [{"lr": 0.1, "betas": (0.9, 0.99)}], "best": float("inf"), "none": None},
@@ -42,13 +42,13 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(str(tmp_path), "job")
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(str(tmp_path), "job")
 
 
 @pytest.mark.parametrize("address", ["{}", "file://{}", "memory://checkpoints{}"])
 def test_what_is_read_is_what_was_written(address: str, tmp_path: Path) -> None:
-    store = Store(address.format(tmp_path), "job")
+    store = CheckpointStore(address.format(tmp_path), "job")
     assert store.names() == []
     written = store.write(manifest(), STATE)
     assert store.names() == ["0001"]
@@ -58,13 +58,13 @@ def test_what_is_read_is_what_was_written(address: str, tmp_path: Path) -> None:
     assert store.names() == []
 
 
-def test_the_tensors_load_without_pliant(store: Store, tmp_path: Path) -> None:
+def test_the_tensors_load_without_pliant(store: CheckpointStore, tmp_path: Path) -> None:
     store.write(manifest(), STATE)
     tensors = load_file(tmp_path / "job" / "0001" / TENSORS)
     assert torch.equal(tensors["t0"], STATE["p0"]["value"]) and tensors["t4"].tolist() == [True, False]
 
 
-def test_without_a_manifest_there_is_no_checkpoint(store: Store, tmp_path: Path) -> None:
+def test_without_a_manifest_there_is_no_checkpoint(store: CheckpointStore, tmp_path: Path) -> None:
     store.write(manifest(), STATE)
     (tmp_path / "job" / "0001" / MANIFEST).unlink()
     assert store.names() == []
@@ -85,7 +85,9 @@ def test_without_a_manifest_there_is_no_checkpoint(store: Store, tmp_path: Path)
     ],
     ids=["a byte short", "half", "empty", "longer", "flipped", "foreign"],
 )
-def test_a_damaged_one_is_refused(store: Store, tmp_path: Path, file: str, harm: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_one_is_refused(
+    store: CheckpointStore, tmp_path: Path, file: str, harm: Callable[[bytes], bytes]
+) -> None:
     store.write(manifest(), STATE)
     path = tmp_path / "job" / "0001" / file
     path.write_bytes(harm(path.read_bytes()))
@@ -113,7 +115,9 @@ def rewritten(text: bytes, **changes: Any) -> bytes:
         ({"skeleton": "["}, "makes no sense"),
     ],
 )
-def test_a_manifest_that_lies_is_refused(store: Store, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_a_manifest_that_lies_is_refused(
+    store: CheckpointStore, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
     store.write(manifest(), STATE)
     path = tmp_path / "job" / "0001" / MANIFEST
     path.write_bytes(rewritten(path.read_bytes(), **changes))
@@ -130,6 +134,6 @@ def test_any_bytes_are_a_manifest_or_refused(text: bytes) -> None:
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "job").write_text("in the way")
     with pytest.raises(CheckpointError, match="cannot write a checkpoint to"):
-        Store(str(tmp_path), "job").write(manifest(), STATE)
+        CheckpointStore(str(tmp_path), "job").write(manifest(), STATE)
     with pytest.raises(CheckpointError, match="cannot write checkpoints to"):
-        Store("nosuchsystem://bucket", "job")
+        CheckpointStore("nosuchsystem://bucket", "job")

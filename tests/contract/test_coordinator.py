@@ -21,15 +21,15 @@ from pliant import auth
 from pliant.control import messages as m
 from pliant.coordinator import service
 from pliant.coordinator.coordinator import Coordinator
-from pliant.coordinator.journal import JournalFile, Numbered
+from pliant.coordinator.journal import JournalFile, NumberedRecords
 from pliant.coordinator.journal_summary import account_of
-from pliant.coordinator.run_spec import Charter
+from pliant.coordinator.run_spec import RunSpec
 from pliant.coordinator.service import serve
 from pliant.coordinator.store_relay import AT_ONCE
 from pliant.core.journal import records as journal
 from pliant.core.membership import events
 
-CHARTER = Charter("job", "train.py", "0.1.0", workers=3)
+CHARTER = RunSpec("job", "train.py", "0.1.0", workers=3)
 SIGNATURE = m.Signature("0.1.0", [("w", [2], "float32")], {"batch": "8"})
 Kind = TypeVar("Kind")
 
@@ -64,10 +64,10 @@ class Records(list[journal.Record]):
         self.extend(records)
 
     @property
-    def place(self) -> journal.Place:
-        return journal.Place(lines=len(self))
+    def place(self) -> journal.JournalPosition:
+        return journal.JournalPosition(lines=len(self))
 
-    def since(self, place: journal.Place) -> Iterator[journal.Record]:
+    def since(self, place: journal.JournalPosition) -> Iterator[journal.Record]:
         yield from self[place.lines :]
 
     def sync(self, done: Callable[[bool], None], *, wait: bool = False) -> None:
@@ -88,7 +88,7 @@ class Scene:
         self.now_s = 100.0
         self.journal = records if records is not None else Records()
         self.numbers: Iterator[int] = iter(range(1, 10_000))
-        rules = Charter(**{"job": "job", "script": "train.py", "version": "0.1.0", **charter})
+        rules = RunSpec(**{"job": "job", "script": "train.py", "version": "0.1.0", **charter})
         self.coordinator = coordinator or Coordinator(rules, self.journal, lambda: self.now_s, 1e9)
         self.agent = Wire(0)
         self.wires: dict[str, Wire] = {}
@@ -349,7 +349,7 @@ def test_scaling_down_takes_the_last_and_never_the_leader() -> None:
 
 def resumed(records: Records, **charter: Any) -> Scene:
     scene = Scene(records=Records())
-    rules = Charter(**{"job": "job", "script": "train.py", "version": "0.1.0", **charter})
+    rules = RunSpec(**{"job": "job", "script": "train.py", "version": "0.1.0", **charter})
     scene.coordinator = Coordinator.resumed(rules, scene.journal, account_of(records), 2, lambda: scene.now_s, 1e9)
     return scene
 
@@ -410,7 +410,7 @@ def test_members_that_waited_for_a_coordinator_get_an_era() -> None:
 
 
 def test_numbered_records_are_put_in_order() -> None:
-    numbered = Numbered(3)
+    numbered = NumberedRecords(3)
     records = [journal.PhaseEndRecord(number, []) for number in range(10)]
     assert numbered.taken(1, records[1:3]) == []
     assert numbered.taken(5, records[5:7]) == []

@@ -15,7 +15,7 @@ from pliant.errors import UsageError
 from pliant.tensors.process_group import gloo as groups
 from pliant.tensors.process_group import nccl
 from pliant.worker.elastic.signature import check_device, signature
-from pliant.worker.session import Offer, formed
+from pliant.worker.session import JoinRequest, formed
 
 
 class Nowhere:
@@ -63,6 +63,6 @@ def test_the_group_follows_the_models_device(monkeypatch: pytest.MonkeyPatch, de
     monkeypatch.setattr(nccl, "Nccl", lambda *_, **__: made.append("Nccl"))
     model = nn.Linear(1, 1)
     optimizer = on(device)
-    offer = Offer(model, optimizer, Policy(8), {}, {}, lambda members: None)  # type: ignore[arg-type,return-value]
+    offer = JoinRequest(model, optimizer, Policy(8), {}, {}, lambda members: None)  # type: ignore[arg-type,return-value]
     formed(Nowhere(), 1, 0, 2, "127.0.0.1", offer)
     assert made == [chosen]

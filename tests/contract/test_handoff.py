@@ -270,9 +270,9 @@ def test_what_changes_while_it_is_sent_is_never_taken_for_whole() -> None:
     waiting.answer(handoff._State(1, 0, 0), {"frozen": frozen})
     frozen.mul_(2.0)
     out = io.BytesIO()
-    with pytest.raises(framing.Broken, match="changed meanwhile"):
+    with pytest.raises(framing.StreamBroken, match="changed meanwhile"):
         handoff._send_answer(out, waiting)
-    with pytest.raises(framing.Broken, match="too early"):
+    with pytest.raises(framing.StreamBroken, match="too early"):
         read(out.getvalue())
 
 
@@ -288,7 +288,7 @@ def test_an_undamaged_recording_is_read() -> None:
 
 @given(st.integers(0, len(ANSWER) - 1))
 def test_a_short_stream_is_broken(length: int) -> None:
-    with pytest.raises(framing.Broken):
+    with pytest.raises(framing.StreamBroken):
         read(ANSWER[:length])
 
 
@@ -298,7 +298,7 @@ def test_a_flipped_byte_is_broken_or_harmless(index: int, flip: int) -> None:
     damaged[index] ^= flip
     try:
         answer = read(bytes(damaged))
-    except framing.Broken:
+    except framing.StreamBroken:
         return
     # Only the head has no checksum: TCP's has to do for the number of the exchange and the word "state".
     assert same(answer[1], STATE)
@@ -306,7 +306,7 @@ def test_a_flipped_byte_is_broken_or_harmless(index: int, flip: int) -> None:
 
 @given(st.binary(max_size=200))
 def test_noise_is_broken(data: bytes) -> None:
-    with pytest.raises(framing.Broken):
+    with pytest.raises(framing.StreamBroken):
         read(data)
 
 
@@ -327,7 +327,7 @@ def test_a_skeleton_that_makes_no_sense_is_broken(skeleton: Any) -> None:
     out.seek(0)
     try:
         state = handoff._read_state(out, handoff._State(1, len(encoded), 0))
-    except framing.Broken:
+    except framing.StreamBroken:
         return
     assert isinstance(state, dict)
 
@@ -344,7 +344,7 @@ def test_nothing_is_allocated_on_a_liars_word(head: Any, said: str) -> None:
     out = io.BytesIO()
     framing.write_frame(out, msgspec.msgpack.encode(head))
     framing.write_chunks(out, memoryview(skeleton))
-    with pytest.raises(framing.Broken, match=said):
+    with pytest.raises(framing.StreamBroken, match=said):
         read(out.getvalue())
 
 
@@ -356,7 +356,7 @@ def test_shapes_beyond_all_memory_are_broken(shape: list[int]) -> None:
     out = io.BytesIO()
     framing.write_chunks(out, memoryview(skeleton))
     out.seek(0)
-    with pytest.raises(framing.Broken):
+    with pytest.raises(framing.StreamBroken):
         handoff._read_state(out, handoff._State(1, len(skeleton), size))
 
 
@@ -367,7 +367,7 @@ REQUEST = msgspec.msgpack.encode(handoff._Request(2, 3, ["model", "optimizer"]))
 def test_the_donors_reader_takes_requests_or_breaks(data: bytes) -> None:
     try:
         request = handoff._read_request(io.BytesIO(data))
-    except framing.Broken:
+    except framing.StreamBroken:
         return
     assert isinstance(request.as_of, int) and all(isinstance(name, str) for name in request.want)
 

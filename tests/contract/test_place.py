@@ -15,8 +15,8 @@ from pliant.core.finished_calls import NONE
 from pliant.core.group_state import Policy, founded
 from pliant.core.tuning.rates import linear
 from pliant.types import WorkerId
-from pliant.worker.elastic.eras import Handed, decoded, encoded
-from pliant.worker.elastic.rendezvous import Place
+from pliant.worker.elastic.eras import GroupSnapshot, decoded, encoded
+from pliant.worker.elastic.rendezvous import Rendezvous
 
 
 class Line:
@@ -57,7 +57,7 @@ def test_the_last_holder_of_the_weights_says_so_again_when_a_group_cannot_be_for
         attempts.append(attempt)
         return Formed(fails=len(attempts) < 3)
 
-    place = Place(link, form, Signature("", [], {}), "")
+    place = Rendezvous(link, form, Signature("", [], {}), "")
     place.stop(1, 7, active=True, whole=False)
     seat = place.next_seat(1, lambda plan: None)
     assert seat.era == 4
@@ -67,6 +67,6 @@ def test_the_last_holder_of_the_weights_says_so_again_when_a_group_cannot_be_for
 @pytest.mark.parametrize("live", [0, 1, 2**64 - 1, 2**64, 1 << 158 | 5])
 def test_any_number_of_buffers_is_handed_round_and_written_down(live: int) -> None:
     group = founded(Policy(8, floating=False, at_most=None, delay=0, rule=linear(), momentum=0.0), 1, (WorkerId("w0"),))
-    handed = Handed(group, 3, live, undrained=False)
+    handed = GroupSnapshot(group, 3, live, undrained=False)
     assert decoded(encoded(handed, known=0), NONE) == handed
-    assert msgspec.json.decode(msgspec.json.encode(handed), type=Handed) == handed
+    assert msgspec.json.decode(msgspec.json.encode(handed), type=GroupSnapshot) == handed

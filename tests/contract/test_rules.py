@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from pliant.core import consistency, regrouping, rounds
 from pliant.core.consistency import Mismatch
-from pliant.core.group_state import Group, Policy, founded
+from pliant.core.group_state import GroupState, Policy, founded
 from pliant.core.journal import records as journal
 from pliant.core.journal.decisions import Replay
 from pliant.core.regrouping import Entry
@@ -23,7 +23,7 @@ from pliant.testing.scenes import drawn
 from pliant.testing.simulation import Simulation
 from pliant.types import WorkerId
 from pliant.worker.elastic import eras
-from pliant.worker.journal import Reporter
+from pliant.worker.journal import JournalReporter
 
 REFERENCE, LENGTH, ROUNDS = 16, 100_000, 60
 ROSTER = [WorkerId("w0"), WorkerId("w1"), WorkerId("w2")]
@@ -48,7 +48,7 @@ class Training:
 
     def __init__(self, rule: Rule) -> None:
         self.lines = Lines()
-        self.reporter = Reporter(self.lines)
+        self.reporter = JournalReporter(self.lines)
         policy = Policy(REFERENCE, floating=True, at_most=4096, rule=rule, momentum=0.9)
         self.group = founded(policy, 1, ROSTER)
         self.measured = (0, 0.0)
@@ -59,7 +59,7 @@ class Training:
             for _ in ROSTER
         ]
         opened = rounds.opened(self.group, openings)
-        assert isinstance(opened, Group)
+        assert isinstance(opened, GroupState)
         self.group = opened
         self.reporter.opened(opened, openings)
 
@@ -172,7 +172,7 @@ def test_what_was_learned_goes_on_after_eras_and_reaches_newcomers_bit_for_bit(r
     for after in (joined, regrouped):
         assert (after.rate, after.noise, after.scheduled) == (before.rate, before.noise, before.scheduled)
         assert after.policy.rule == rule
-    handed = eras.decoded(eras.encoded(eras.Handed(regrouped, 7, 0, False), known=0), regrouped.past)
+    handed = eras.decoded(eras.encoded(eras.GroupSnapshot(regrouped, 7, 0, False), known=0), regrouped.past)
     assert handed.group == regrouped
     training.group = handed.group
     number = handed.group.round

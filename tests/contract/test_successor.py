@@ -12,14 +12,14 @@ import pytest
 from pliant.control import messages as m
 from pliant.coordinator.coordinator import Coordinator
 from pliant.coordinator.journal import JournalFile
-from pliant.coordinator.journal_summary import Account
-from pliant.coordinator.run_spec import Charter
+from pliant.coordinator.journal_summary import JournalSummary
+from pliant.coordinator.run_spec import RunSpec
 from pliant.coordinator.state_file import STATE
 from pliant.coordinator.status import Status
 from pliant.core.journal import records as journal
 from pliant.core.membership import events
 
-CHARTER = Charter("job", "train.py", "0", workers=8)
+CHARTER = RunSpec("job", "train.py", "0", workers=8)
 WORKERS = 8
 
 
@@ -163,7 +163,7 @@ def test_going_back_reads_from_the_last_bookmark(run: Run, monkeypatch: pytest.M
     read: list[int] = []
     placed = journal.placed
 
-    def counted(*given: object) -> Iterator[tuple[journal.Place, journal.Record]]:
+    def counted(*given: object) -> Iterator[tuple[journal.JournalPosition, journal.Record]]:
         for place, record in placed(*given):  # type: ignore[arg-type]
             read.append(place.lines)
             yield place, record
@@ -204,11 +204,11 @@ def test_what_is_kept_does_not_grow_with_the_rounds(run: Run) -> None:
 
 
 def test_bookmarks_are_thinned_out_but_not_those_of_checkpoints() -> None:
-    account = Account("job")
+    account = JournalSummary("job")
     account.add(journal.EraRecord(1, ["w0"]), None)
     for number in range(1, 1001):
         account.add(journal.decode(rounds(number, 1)[0]), None)
-        account.bookmark(journal.Place(number, number))
+        account.bookmark(journal.JournalPosition(number, number))
         if number == 500:
             account.add(journal.CheckpointRecord("c1", account.written, number), None)
     place = account.base(501)

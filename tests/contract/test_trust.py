@@ -30,11 +30,11 @@ from pliant.control import app, limits, tls
 from pliant.control import messages as m
 from pliant.control import server as port
 from pliant.control.agent_link import AgentLink
-from pliant.control.handshake import WRONG_TOKEN, Door, address_of, check_brackets, host_in
-from pliant.control.limits import Gate
+from pliant.control.handshake import WRONG_TOKEN, Endpoint, address_of, check_brackets, host_in
+from pliant.control.limits import ConnectionLimits
 from pliant.control.link import Link
 from pliant.coordinator import service
-from pliant.coordinator.run_spec import Charter
+from pliant.coordinator.run_spec import RunSpec
 from pliant.environment import Job, environment_of, job_from
 from pliant.errors import PliantError, Refused, RunEnded, UsageError
 from pliant.launch import certificate_check, certificates, requests, run_directory
@@ -42,7 +42,7 @@ from pliant.launch.logs import opened
 from pliant.launch.run_directory import Access, Trust
 from pliant.tensors import weights
 
-CHARTER = Charter("job", "train.py", "0.1.0", workers=3)
+CHARTER = RunSpec("job", "train.py", "0.1.0", workers=3)
 TOKEN = "the token of the job"
 WAIT_S = 30.0
 
@@ -463,7 +463,7 @@ class Wire:
 
 
 def test_the_oldest_stranger_makes_room_and_friends_stay() -> None:
-    gatekeeper = Gate(lambda text: None)
+    gatekeeper = ConnectionLimits(lambda text: None)
     friend = Wire()
     gatekeeper.opened(friend, "10.0.0.1")
     gatekeeper.proven(friend)
@@ -488,7 +488,7 @@ def test_the_oldest_stranger_makes_room_and_friends_stay() -> None:
 
 
 def test_there_is_an_end_to_all_connections() -> None:
-    gatekeeper = Gate(lambda text: None)
+    gatekeeper = ConnectionLimits(lambda text: None)
     taken = 0
     for _ in range(limits.CONNECTIONS):
         wire = Wire()
@@ -502,7 +502,7 @@ def test_there_is_an_end_to_all_connections() -> None:
 
 def test_wrong_proofs_are_answered_late_and_logged_within_bounds() -> None:
     now, log = [0.0], list[str]()
-    gatekeeper = Gate(log.append, lambda: now[0])
+    gatekeeper = ConnectionLimits(log.append, lambda: now[0])
     delays = [gatekeeper.failed("10.0.0.1", "a worker") for _ in range(30)]
     assert delays == [0.0] * int(limits.TRIES) + [limits.LATE_S] * (30 - int(limits.TRIES))
     assert len(log) == limits.TRIES
@@ -668,7 +668,7 @@ def test_a_secured_socket_is_read_and_written_at_once(tmp_path: Path) -> None:
         thread = threading.Thread(target=echo)
         thread.start()
         raw = socket.create_connection(listener.getsockname(), WAIT_S)
-        secured = tls.Secured(raw, tls.client_context(Path(given.authority)), "127.0.0.1")
+        secured = tls.SecureSocket(raw, tls.client_context(Path(given.authority)), "127.0.0.1")
         secured.shake_hands()
         content = os.urandom(size)
 
@@ -753,7 +753,7 @@ def test_what_is_no_address_for_others_is_refused(host: str) -> None:
 def test_addresses_of_both_families() -> None:
     for host, address in (("::1", "[::1]:80"), ("127.0.0.1", "127.0.0.1:80"), ("a.example", "a.example:80")):
         assert address_of(host, 80) == address and host_in(address) == host
-        assert Door(address, TOKEN).place == (host, 80)
+        assert Endpoint(address, TOKEN).place == (host, 80)
         check_brackets(address)
     with pytest.raises(UsageError, match=r"'::1:80' is no address; put an IPv6 one in brackets, e\.g\. \[::1\]:80"):
         requests.found(None, "::1:80", None)

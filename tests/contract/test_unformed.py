@@ -15,9 +15,9 @@ from pliant.control.mailbox import Mailbox
 from pliant.control.messages import Broken, EraPlan, Signature, Void, Welcome
 from pliant.errors import Unsupported
 from pliant.tensors.process_group import failures, gloo, reachability
-from pliant.tensors.process_group.reachability import Doorbell, Unconnected
-from pliant.worker.collectives import Channels
-from pliant.worker.elastic.rendezvous import EraBroken, Place
+from pliant.tensors.process_group.reachability import ProbePort, Unconnected
+from pliant.worker.collectives import Collectives
+from pliant.worker.elastic.rendezvous import EraBroken, Rendezvous
 
 
 def closed_port() -> bytes:
@@ -26,14 +26,14 @@ def closed_port() -> bytes:
 
 
 def test_a_doorbell_is_reached_without_an_answer_and_a_closed_port_is_named() -> None:
-    with Doorbell("127.0.0.1", 3) as one, Doorbell("127.0.0.1", 3) as other:
+    with ProbePort("127.0.0.1", 3) as one, ProbePort("127.0.0.1", 3) as other:
         assert reachability.unreached({0: one.address, 2: other.address}) == ()
         assert reachability.unreached({0: one.address, 1: closed_port(), 2: other.address}) == (1,)
 
 
 def test_one_that_gives_up_first_can_still_be_reached() -> None:
     address = b""
-    with pytest.raises(Unconnected), Doorbell("127.0.0.1", 2) as doorbell:
+    with pytest.raises(Unconnected), ProbePort("127.0.0.1", 2) as doorbell:
         address = doorbell.address
         raise Unconnected("no", (1,))
     assert reachability.unreached({0: address}) == ()
@@ -59,9 +59,9 @@ class Keys:
             return self._keys[key]
 
 
-def formed(keys: Keys, members: int) -> list[gloo.Forming[gloo.Gloo]]:
-    def make(place: int) -> gloo.Forming[gloo.Gloo]:
-        return gloo.Forming(
+def formed(keys: Keys, members: int) -> list[gloo.FormingGroup[gloo.Gloo]]:
+    def make(place: int) -> gloo.FormingGroup[gloo.Gloo]:
+        return gloo.FormingGroup(
             lambda channel: gloo.Gloo(channel, attempt=1, place=place, members=members, address="127.0.0.1"), keys
         )
 
@@ -86,24 +86,24 @@ def pair() -> Any:
 
 @pytest.mark.parametrize("tensor", [torch.zeros(3, dtype=torch.int16), torch.zeros(3, device="meta")], ids=str)
 def test_what_no_group_can_sum_is_an_error_of_this_worker(pair: Any, tensor: torch.Tensor) -> None:
-    def summed(channels: Channels) -> None:
+    def summed(channels: Collectives) -> None:
         summation = channels.add_up([tensor.clone()])
         assert summation.wait(30.0)
         channels.added_up(summation)
 
     def fails() -> None:
         with pytest.raises(Unsupported):
-            summed(Channels(pair[1]))
+            summed(Collectives(pair[1]))
 
     other = threading.Thread(target=fails)
     other.start()
     with pytest.raises(Unsupported, match=r"cannot be summed with the others' .*: keep parameters"):
-        summed(Channels(pair[0]))
+        summed(Collectives(pair[0]))
     other.join()
 
 
 def test_a_broken_connection_is_the_end_of_the_era(pair: Any) -> None:
-    channels = Channels(pair[0])
+    channels = Collectives(pair[0])
     gathered = channels.gather(b"ticket")
     pair[1].leave()
     pair[0]._wiring.cut()
@@ -165,14 +165,14 @@ class Failed:
 PLAN = EraPlan(1, 2, 2, ["w0", "w1", "w2"], "w0", {})
 
 
-def placed(line: Any, *errors: Exception) -> tuple[Place, list[int]]:
+def placed(line: Any, *errors: Exception) -> tuple[Rendezvous, list[int]]:
     attempts: list[int] = []
 
     def form(attempt: int, place: int, members: int) -> Any:
         attempts.append(attempt)
         return Failed(errors[min(len(attempts), len(errors)) - 1])
 
-    return Place(line, form, Signature("", [], {}), ""), attempts
+    return Rendezvous(line, form, Signature("", [], {}), ""), attempts
 
 
 @pytest.mark.parametrize(

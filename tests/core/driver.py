@@ -3,8 +3,9 @@
 Question  What does the real decision code do with workers of given speeds, and what gets journaled?
 Holds     Deterministic. Each worker is a coroutine that follows worker/loop.py line by line: it draws what
           ``drawing.allowance`` and its grants permit, hands in, settles, or goes along; a summation is over ``sum_s``
-          after the last worker has handed in. Every worker keeps its own ``Group`` and makes its own journal with the
-          real ``Reporter``. ``World`` plays the coordinator: workers are killed, join and leave, era follows era.
+          after the last worker has handed in. Every worker keeps its own ``GroupState`` and makes its own journal with
+          the real ``JournalReporter``. ``World`` plays the coordinator: workers are killed, join and leave, era follows
+          era.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from msgspec.structs import replace
 
 from pliant.core import allowance, consistency, regrouping, rounds
 from pliant.core.consistency import Mismatch
-from pliant.core.finished_calls import NONE, Calls
-from pliant.core.group_state import Group, Past, Policy, Standing, founded
+from pliant.core.finished_calls import NONE, FinishedCalls
+from pliant.core.group_state import FinishedPhase, GroupState, Policy, Standing, founded
 from pliant.core.journal import records as journal
 from pliant.core.journal.records import Record
 from pliant.core.ledger import MicroBatch, samples_of
@@ -27,7 +28,7 @@ from pliant.core.regrouping import Entry
 from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import WorkerId
-from pliant.worker.journal import Reporter
+from pliant.worker.journal import JournalReporter
 
 # More steps than any scene of the tests needs: beyond it the group goes round in circles.
 _MOST_STEPS = 400_000
@@ -116,8 +117,8 @@ class Exchange:
     gathered: Event = field(default_factory=Event)
     done: Event = field(default_factory=Event)
     summed: set[int] = field(default_factory=set[int])
-    decision: tuple[Group, Settled] | Mismatch | None = None
-    opened: Group | Mismatch | None = None
+    decision: tuple[GroupState, Settled] | Mismatch | None = None
+    opened: GroupState | Mismatch | None = None
 
     def add(self, place: int, now_s: float, sum_s: float) -> None:
         """``place``'s part of the sums."""
@@ -226,17 +227,17 @@ class Link:
 class VirtualWorker:
     """worker.loop.Worker without tensors; every ``yield`` lets virtual time pass."""
 
-    def __init__(self, world: World, member: int, group: Group) -> None:
+    def __init__(self, world: World, member: int, group: GroupState) -> None:
         self.scene, self.member, self.group, self._world = world.scene, member, group, world
         self.me = WorkerId(f"w{member}")
         self.now_s = 0.0
         self.replicates = True
         """decides for itself; otherwise it takes over what the first one decided, which is faster"""
         self.link = Link()
-        self.witness = Reporter(self.link)
+        self.witness = JournalReporter(self.link)
         self.work: list[Work] = []
         self.waits: list[Wait] = []
-        self.states: list[Group] = []
+        self.states: list[GroupState] = []
         """after each exchange or era"""
         self.outcomes: list[tuple[Settled, tuple[bool, ...], str]] = []
         """each settled exchange, who had taken part, and where this worker was: in step, draw, abandon or follow"""
@@ -260,7 +261,7 @@ class VirtualWorker:
         self.witness.joined(0)
         self.witness.era(self.group, None, sends=self.member == 0)
 
-    def arrive(self, now_s: float, past: Calls) -> None:
+    def arrive(self, now_s: float, past: FinishedCalls) -> None:
         self.now_s = now_s
         self._known_past = past
 
@@ -285,7 +286,7 @@ class VirtualWorker:
 
     def _call(self, call: Call) -> Steps:
         number = yield from self._open(call)
-        if isinstance(number, Past):
+        if isinstance(number, FinishedPhase):
             return
         leaving = [b for b in call.breaks if b.member == self.member]
         draws = 0
@@ -318,7 +319,7 @@ class VirtualWorker:
     def _open(self, call: Call) -> Steps:
         self._stack.append(call)
         answer = yield from self._through(lambda: self._opened(call))
-        if isinstance(answer, Past):
+        if isinstance(answer, FinishedPhase):
             self._left()
         return answer
 
@@ -381,11 +382,11 @@ class VirtualWorker:
             yield from self._await(exchange.gathered)
             self._take_opening(exchange)
 
-    def _past_call(self) -> Past | None:
+    def _past_call(self) -> FinishedPhase | None:
         group, nested = self.group, len(self._stack) > 1
         if self._calls < len(group.past):
             past = group.past[self._calls]
-            return Past(Kind.EVALUATE, past.epoch) if nested else past
+            return FinishedPhase(Kind.EVALUATE, past.epoch) if nested else past
         if nested and group.open and self._nested < len(group.open[0].nested):
             return group.open[0].nested[self._nested]
         return None
@@ -680,7 +681,7 @@ class VirtualWorker:
         self.states.append(self.group)
         self.witness.era(self.group, entries, sends=self.place == 0)
 
-    def regroup(self, group: Group, records: int, entries: Sequence[Entry] | None) -> None:
+    def regroup(self, group: GroupState, records: int, entries: Sequence[Entry] | None) -> None:
         """Enter an era whose state and entries are known, from outside."""
         holds = entries is not None and entries[group.roster.index(self.me)].active
         if holds:
@@ -750,7 +751,7 @@ class World:
 
     # what workers ask
 
-    def channel(self, group: Group) -> Channel:
+    def channel(self, group: GroupState) -> Channel:
         return self._channels.setdefault(group.era, Channel(len(group.roster), self.scene.sum_s))
 
     def prepared(self, worker: VirtualWorker) -> tuple[int, int]:
@@ -759,7 +760,7 @@ class World:
             return 0, 0
         return 1, plan.era
 
-    def switch(self, group: Group, records: int) -> None:
+    def switch(self, group: GroupState, records: int) -> None:
         """A member has begun the planned era: newcomers are told the state."""
         for worker in self.workers:
             if worker.me in group.roster and not worker.entered:

@@ -16,7 +16,7 @@ from scenes import scenes
 
 from pliant.core.group_state import Policy
 from pliant.core.journal import records as journal
-from pliant.core.journal.audit import Report, audit
+from pliant.core.journal.audit import AuditReport, audit
 from pliant.core.journal.records import (
     EndRecord,
     EraRecord,
@@ -55,7 +55,7 @@ def tampered(number: int, change: Callable[..., Record]) -> list[Record]:
     return records
 
 
-def found(report: Report, *texts: str) -> bool:
+def found(report: AuditReport, *texts: str) -> bool:
     """Whether one problem says all of it."""
     return any(all(text in problem for text in texts) for problem in report.problems)
 
@@ -383,7 +383,7 @@ def test_a_closing_record_of_another_journal_is_found() -> None:
     lines = closed(example())
     end = journal.decode(lines[-1])
     shorter = closed([*example()[:-4]])
-    chain = journal.Place().after(shorter[-1]).chain
+    chain = journal.JournalPosition().after(shorter[-1]).chain
     moved, _ = journal.line(journal.encode(end), chain)
     with pytest.raises(JournalError, match="closes a journal of other lines"):
         list(journal.read([*shorter, moved]))

@@ -11,16 +11,16 @@ from msgspec.structs import replace
 
 from pliant.core import rounds
 from pliant.core.consistency import Mismatch
-from pliant.core.finished_calls import NONE, WIDTH, Calls, Past, calls_of
-from pliant.core.group_state import Group, Policy, founded
+from pliant.core.finished_calls import NONE, WIDTH, FinishedCalls, FinishedPhase, calls_of
+from pliant.core.group_state import GroupState, Policy, founded
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import WorkerId
 from pliant.worker.elastic import eras
-from pliant.worker.script.calls import Counted, Opening, Script
+from pliant.worker.script.calls import Counted, ScriptCall, ScriptPosition
 
 pasts = st.lists(
     st.builds(
-        Past,
+        FinishedPhase,
         st.sampled_from([Kind.TRAIN, Kind.EVALUATE]),
         st.just(0),
         st.none() | st.floats(0, 1),
@@ -32,7 +32,7 @@ pasts = st.lists(
 
 
 @given(pasts, st.integers(0, 40), st.integers(0, 40))
-def test_as_a_list_would_have_it(each: list[Past], known: int, donors: int) -> None:
+def test_as_a_list_would_have_it(each: list[FinishedPhase], known: int, donors: int) -> None:
     calls = calls_of(each)
     top = [past for past in each if not past.inner]
     assert [calls[number] for number in range(len(calls))] == top
@@ -43,7 +43,7 @@ def test_as_a_list_would_have_it(each: list[Past], known: int, donors: int) -> N
     assert calls.up_to(known).joined(calls.since(known)) == calls
     # What a worker knows of the same calls, later ones included, and what it is told make the donor's.
     donor = calls.up_to(donors)
-    handed = eras.Handed(replace(founded(Policy(8), 1, [WorkerId("w0")]), past=donor), 0, 0, False)
+    handed = eras.GroupSnapshot(replace(founded(Policy(8), 1, [WorkerId("w0")]), past=donor), 0, 0, False)
     certain = min(eras.unpacked_count(eras.packed_count(own)) for own in (calls, donor))
     assert eras.decoded(eras.encoded(handed, certain), calls) == handed
 
@@ -51,7 +51,7 @@ def test_as_a_list_would_have_it(each: list[Past], known: int, donors: int) -> N
 @settings(max_examples=20)
 @given(st.integers(0, 3 * WIDTH * WIDTH))
 def test_any_number_of_calls(count: int) -> None:
-    calls = NONE.joined(calls_of([Past(Kind.TRAIN, number)]).call(0) for number in range(count))
+    calls = NONE.joined(calls_of([FinishedPhase(Kind.TRAIN, number)]).call(0) for number in range(count))
     assert len(calls) == count and [calls[number].epoch for number in range(count)] == list(range(count))
     assert calls.epoch == count - 1
     for number in (-1, count - WIDTH, count // 2):
@@ -68,9 +68,9 @@ def copied(value: Any, seen: set[int]) -> int:
     return len(value) + sum(copied(each, seen) for each in value)
 
 
-def left(group: Group, script: Script, *, number: int) -> Group:
+def left(group: GroupState, script: ScriptPosition, *, number: int) -> GroupState:
     """The group makes one more call, an ``evaluate`` of nothing, by the decision code and the script's counting."""
-    call = Opening(Kind.EVALUATE, number, Counted(0, 0), 1, 0)
+    call = ScriptCall(Kind.EVALUATE, number, Counted(0, 0), 1, 0)
     script.enters(call, group)
     assert script.past(group) is None and script.phase(group) is None and not script.is_beyond(group)
     ticket = Ticket(
@@ -78,16 +78,16 @@ def left(group: Group, script: Script, *, number: int) -> Group:
     )
     after = rounds.opened(group, [ticket])
     assert not isinstance(after, Mismatch)
-    assert script.past(after) == Past(Kind.EVALUATE, number)
+    assert script.past(after) == FinishedPhase(Kind.EVALUATE, number)
     script.leaves()
     assert not script.is_behind(after)
     return after
 
 
 def test_a_call_costs_the_same_however_many_came_before() -> None:
-    group, script = founded(Policy(8), 1, [WorkerId("w0")]), Script()
+    group, script = founded(Policy(8), 1, [WorkerId("w0")]), ScriptPosition()
     seen: set[int] = set()
-    kept: list[Calls] = []
+    kept: list[FinishedCalls] = []
     work: list[int] = []
     for number in range(6 * WIDTH * WIDTH):
         group = left(group, script, number=number)
@@ -103,8 +103,8 @@ def test_what_travels_with_an_era_does_not_grow() -> None:
     sizes: dict[int, int] = {}
     for count in (10, 20_000):
         group = founded(Policy(8), 1, [WorkerId("w0")])
-        past = NONE.joined(calls_of([Past(Kind.EVALUATE, 100, 0.25)]).call(0) for _ in range(count))
-        handed = eras.Handed(replace(group, past=past), 0, 0, False)
+        past = NONE.joined(calls_of([FinishedPhase(Kind.EVALUATE, 100, 0.25)]).call(0) for _ in range(count))
+        handed = eras.GroupSnapshot(replace(group, past=past), 0, 0, False)
         certain = eras.unpacked_count(eras.packed_count(past))
         sizes[count] = len(eras.encoded(handed, certain))
     assert sizes[20_000] <= sizes[10] + 8

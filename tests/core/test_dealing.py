@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from scenes import scenes
 
 from pliant.core import allowance, consistency, dealing, ledger, regrouping, rounds
-from pliant.core.group_state import Group, OpenPhase, Policy, Standing, founded
+from pliant.core.group_state import GroupState, OpenPhase, Policy, Standing, founded
 from pliant.core.journal.records import PhaseEndRecord, PhaseRecord, RoundRecord
 from pliant.core.ledger import samples_of
 from pliant.core.shares import shares
@@ -127,7 +127,7 @@ def test_who_holds_a_larger_micro_batch_may_hand_it_in(
 NAMES = tuple(WorkerId(f"w{member}") for member in range(4))
 
 
-def bounded(at_most: int, *hands: tuple[int, ...], working: int | None = None, samples: int = 400) -> Group:
+def bounded(at_most: int, *hands: tuple[int, ...], working: int | None = None, samples: int = 400) -> GroupState:
     """A group in a loop with a bounded open batch: the micro-batches that each member holds; the last ones follow."""
     working = len(hands) if working is None else working
     group = founded(Policy(8, floating=True, at_most=at_most, delay=1), 1, NAMES[: len(hands)])
@@ -142,7 +142,7 @@ def bounded(at_most: int, *hands: tuple[int, ...], working: int | None = None, s
     return replace(group, standings=standings, open=(phase,), phases=1, exchange=1, round=1)
 
 
-def settled(group: Group, drawn: tuple[int, ...], ready: int | None = None) -> Group:
+def settled(group: GroupState, drawn: tuple[int, ...], ready: int | None = None) -> GroupState:
     """After a round to which each member has handed in so many micro-batches; ``ready``: who computes from now on."""
     tickets: list[Ticket] = []
     for member, count in enumerate(drawn):

@@ -11,13 +11,13 @@ from msgspec.structs import replace
 
 from pliant.core import allowance, consistency, drift, ledger, regrouping, rounds
 from pliant.core.drift import Drift
-from pliant.core.group_state import Group, Policy, Standing, founded
+from pliant.core.group_state import GroupState, Policy, Standing, founded
 from pliant.core.journal.audit import audit
 from pliant.core.journal.records import DriftLine, Record, RoundRecord, decode
 from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import WorkerId
-from pliant.worker.journal import Reporter
+from pliant.worker.journal import JournalReporter
 
 ROSTER = tuple(WorkerId(f"w{index}") for index in range(5))
 
@@ -120,12 +120,12 @@ class Course:
 
     def __init__(self, policy: Policy) -> None:
         self.line = Line()
-        self.witness = Reporter(self.line)
+        self.witness = JournalReporter(self.line)
         self.group = founded(policy, 1, ROSTER[:3])
         self.witness.era(self.group, None, sends=True)
         opening = Ticket(1, 0, 0, Kind.TRAIN, Flag.OPENING, length=400, size=4, digest=consistency.digest(self.group))
         opened = rounds.opened(self.group, [opening] * 3)
-        assert isinstance(opened, Group)
+        assert isinstance(opened, GroupState)
         self.group = opened
         self.witness.opened(opened, [opening] * 3)
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from scenes import elastic_scenes
 
 from pliant.core.group_state import Policy, Standing
-from pliant.core.journal.audit import Report, audit
+from pliant.core.journal.audit import AuditReport, audit
 from pliant.core.journal.records import (
     EntryLine,
     EraRecord,
@@ -149,7 +149,7 @@ def elastic() -> list[Record]:
     return played(replace(PAIR, speeds=(100.0, 50.0, 80.0), sizes=(4, 4, 4), happens=happens)).records
 
 
-def tampered(**fields: object) -> Report:
+def tampered(**fields: object) -> AuditReport:
     """The unplanned era of the journal, altered."""
     records = elastic()
     (number,) = [n for n, record in enumerate(records) if isinstance(record, EraRecord) and record.entries is not None]
@@ -157,7 +157,7 @@ def tampered(**fields: object) -> Report:
     return audit(records)
 
 
-def said(report: Report, text: str) -> bool:
+def said(report: AuditReport, text: str) -> bool:
     return any(text in problem for problem in report.problems)
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from pliant.core import consistency, evaluation, rounds
 from pliant.core.consistency import Mismatch
 from pliant.core.evaluation import Appendix
-from pliant.core.group_state import Group, Policy, founded
+from pliant.core.group_state import GroupState, Policy, founded
 from pliant.core.tickets import Flag, Kind, Ticket, pack, packed_size, unpack
 from pliant.types import WorkerId
 from pliant.worker.evaluation.outputs import Outputs, missing
@@ -20,15 +20,15 @@ from pliant.worker.evaluation.outputs import Outputs, missing
 ROSTER = (WorkerId("w0"), WorkerId("w1"))
 
 
-def evaluating(length: int = 8) -> Group:
+def evaluating(length: int = 8) -> GroupState:
     start = founded(Policy(8), 1, ROSTER)
     opening = Ticket(1, 0, 0, Kind.EVALUATE, Flag.OPENING, length=length, size=2, digest=consistency.digest(start))
     group = rounds.opened(start, [opening, opening])
-    assert isinstance(group, Group)
+    assert isinstance(group, GroupState)
     return group
 
 
-def handed_in(group: Group, *sums: tuple[tuple[str, float, float], ...]) -> list[Ticket]:
+def handed_in(group: GroupState, *sums: tuple[tuple[str, float, float], ...]) -> list[Ticket]:
     digest = consistency.digest(group)
     return [
         Ticket(1, 0, group.phases, Kind.EVALUATE, digest=digest, micro_batches=1, samples=2, weight=2.0, sums=each)

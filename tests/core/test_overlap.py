@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pliant.core.tickets import Kind, Ticket
 from pliant.core.tuning import delay as overlap
-from pliant.core.tuning.delay import Choice, Verdict
+from pliant.core.tuning.delay import DelayState, DelayVerdict
 
 TRIAL = overlap.TRIAL
 
@@ -25,9 +25,9 @@ def tickets(delay: int, sum_s: float, cost_s: float = 0.0) -> list[Ticket]:
     ]
 
 
-def played(sum_s: Callable[[int], float], rounds: int, cost_s: float = 0.0) -> tuple[list[int], list[Verdict]]:
+def played(sum_s: Callable[[int], float], rounds: int, cost_s: float = 0.0) -> tuple[list[int], list[DelayVerdict]]:
     """The delay of each round, and what the user was told."""
-    choice, delays, verdicts = Choice(), [], []
+    choice, delays, verdicts = DelayState(), [], []
     for number in range(rounds):
         delays.append(choice.delay)
         own = cost_s if choice.delay == 1 else 0.0
@@ -85,7 +85,7 @@ def test_another_network_is_noticed() -> None:
 
 
 def test_an_overlap_ends_with_a_round_beside_which_nobody_draws() -> None:
-    choice = Choice(delay=1, harvests=(0.99, None))
+    choice = DelayState(delay=1, harvests=(0.99, None))
     while not choice.turning:
         assert choice.delay == 1
         choice, _ = overlap.after(choice, tickets(1, 0.1), trial=TRIAL, full=True)
@@ -94,12 +94,14 @@ def test_an_overlap_ends_with_a_round_beside_which_nobody_draws() -> None:
 
 
 def test_short_rounds_do_not_count() -> None:
-    choice = Choice()
+    choice = DelayState()
     for _ in range(100):
         choice, verdict = overlap.after(choice, tickets(0, 5.0), trial=TRIAL, full=False)
-        assert choice == Choice() and verdict is None
+        assert choice == DelayState() and verdict is None
 
 
 def test_a_change_of_the_roster_keeps_what_is_known() -> None:
-    choice = overlap.moved(Choice(delay=1, rounds=300, counted=4, made=9.0, possible=9.0, harvests=(0.5, 0.9), told=1))
-    assert choice == Choice(delay=1, harvests=(0.5, 0.9), told=1)
+    choice = overlap.moved(
+        DelayState(delay=1, rounds=300, counted=4, made=9.0, possible=9.0, harvests=(0.5, 0.9), told=1)
+    )
+    assert choice == DelayState(delay=1, harvests=(0.5, 0.9), told=1)

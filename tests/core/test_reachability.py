@@ -22,8 +22,8 @@ from pliant.core.membership.events import (
     Unformed,
     VoidPlan,
 )
-from pliant.core.membership.reachability import Candidate, Reachability, Report
-from pliant.core.membership.roster import Member, Steady, Waiting
+from pliant.core.membership.reachability import Candidate, FormationFailure, Reachability
+from pliant.core.membership.roster import EraMember, Steady, Waiting
 from pliant.types import WorkerId
 
 
@@ -35,7 +35,7 @@ def known(*pairs: tuple[str, str]) -> Reachability:
     state = Reachability()
     everybody = tuple(sorted({WorkerId(name) for pair in pairs for name in pair}))
     for who, whom in pairs:
-        state = reachability.reported(state, 1, everybody, Report(WorkerId(who), named(whom)), 0.0)
+        state = reachability.reported(state, 1, everybody, FormationFailure(WorkerId(who), named(whom)), 0.0)
     return state
 
 
@@ -67,11 +67,13 @@ def test_the_last_one_that_holds_the_state_stays() -> None:
 
 
 def test_where_nobody_is_named_newcomers_go_and_then_the_latest_comer() -> None:
-    state = reachability.reported(Reachability(), 1, named("a", "b", "n"), Report(WorkerId("a")), 0.0)
+    state = reachability.reported(Reachability(), 1, named("a", "b", "n"), FormationFailure(WorkerId("a")), 0.0)
     candidates = [*members_named("a", "b"), Candidate(WorkerId("n"), newcomer=True)]
     assert reachability.outsiders(state, candidates, members_too=True) == ["n"]
     assert reachability.outsiders(state, members_named("a", "b"), members_too=True) == ["b"]
-    away = reachability.reported(Reachability(), 1, named("a", "b"), Report(WorkerId("a"), connecting=False), 0.0)
+    away = reachability.reported(
+        Reachability(), 1, named("a", "b"), FormationFailure(WorkerId("a"), connecting=False), 0.0
+    )
     assert reachability.outsiders(away, members_named("a", "b"), members_too=True) == []
 
 
@@ -279,4 +281,4 @@ def test_what_a_worker_said_when_it_stopped_outlives_its_connection() -> None:
     world.cut("w0")
     world.hello("w0", "w0", era=1, exchange=5, active=False)
     worker = roster.worker_of(world.state, WorkerId("w0"))
-    assert worker is not None and isinstance(worker.standing, Member) and worker.standing.active
+    assert worker is not None and isinstance(worker.standing, EraMember) and worker.standing.active

@@ -21,9 +21,9 @@ from pliant.core.membership.events import (
     AgentLost,
     Arrived,
     AskToLeave,
-    Beaten,
     BreakEra,
     ConnectionLost,
+    CoordinatorFailed,
     Dismiss,
     Drained,
     Effect,
@@ -33,14 +33,14 @@ from pliant.core.membership.events import (
     Event,
     Failed,
     Finished,
-    Hindered,
+    Heartbeat,
     Interrupted,
+    JoinRequested,
     Kill,
     Leaving,
     Note,
-    Noticed,
-    Offered,
     PlanEra,
+    PreemptionNotice,
     ProcessExited,
     Refuse,
     ReleaseAgent,
@@ -54,7 +54,7 @@ from pliant.core.membership.events import (
     Tick,
     Unformed,
 )
-from pliant.core.membership.roster import Gathering, Over, Roster, Rules, Running, Steady, Stopping
+from pliant.core.membership.roster import Gathering, Roster, Rules, Running, RunOver, Steady, Stopping
 from pliant.types import WorkerId
 
 TERMS = Terms(
@@ -93,7 +93,7 @@ class World:
         until_s = self.now_s + seconds
         while self.now_s < until_s - 1e-9:
             self.now_s = min(until_s, self.now_s + 0.05)
-            fresh += self.feed(*(Beaten(WorkerId(name), 1, int(self.now_s * 100)) for name in beating), Tick())
+            fresh += self.feed(*(Heartbeat(WorkerId(name), 1, int(self.now_s * 100)) for name in beating), Tick())
         return fresh
 
     def enlist(self, wanted: int, *, owner: bool = True, name: str = "", slots: tuple[str, ...] = ()) -> list[Effect]:
@@ -109,7 +109,7 @@ class World:
         return fresh
 
     def ready(self, *names: str, terms: Terms = TERMS) -> list[Effect]:
-        return self.feed(*(Offered(WorkerId(name), terms, f"host:{name}") for name in names))
+        return self.feed(*(JoinRequested(WorkerId(name), terms, f"host:{name}") for name in names))
 
     def enter(self, era: int, *names: str, exchange: int = 1) -> list[Effect]:
         return self.feed(*(Entered(WorkerId(name), era, exchange) for name in names))
@@ -337,13 +337,13 @@ def test_the_last_that_holds_the_state_waits_for_its_successor() -> None:
     world = World().started(1)
     world.enlist(1, owner=False)
     world.hello("w1")
-    world.feed(Beaten(WorkerId("w0"), 1, 1, active=True))
+    world.feed(Heartbeat(WorkerId("w0"), 1, 1, active=True))
     world.feed(Drained(SlotId("w0")))
     assert of(AskToLeave, world.effects) and not of(PlanEra, world.effects)
     (plan,) = of(PlanEra, world.ready("w1"))
     assert plan.roster == ("w0", "w1") and plan.donor == "w0"
     assert not of(PlanEra, world.enter(2, "w0", "w1"))
-    (after,) = of(PlanEra, world.feed(Beaten(WorkerId("w1"), 1, 2, active=True)))
+    (after,) = of(PlanEra, world.feed(Heartbeat(WorkerId("w1"), 1, 2, active=True)))
     assert after.roster == ("w1",) and after.donor == "w1"
 
 
@@ -413,7 +413,7 @@ def test_a_noticed_machine_is_left_and_a_second_signal_kills() -> None:
     world = World().started(1)
     world.enlist(1, owner=False)
     world.hello("w1")
-    assert of(Dismiss, world.feed(Noticed(AgentId("a1"))))[0].completed
+    assert of(Dismiss, world.feed(PreemptionNotice(AgentId("a1"))))[0].completed
     assert of(Kill, world.feed(Interrupted(AgentId("a1"), 2))) == [Kill(AgentId("a1"), SlotId("w1"))]
 
 
@@ -476,7 +476,7 @@ def beats(world: World, seconds: float, *states: dict[str, Any]) -> list[Effect]
         world.now_s += 0.1
         common = {"active": True, "exchange": 3, "lasts_s": world.now_s - start_s}
         fresh += world.feed(
-            *(Beaten(WorkerId(f"w{index}"), 1, 7, **common | state) for index, state in enumerate(states))
+            *(Heartbeat(WorkerId(f"w{index}"), 1, 7, **common | state) for index, state in enumerate(states))
         )
     return fresh
 
@@ -1101,8 +1101,8 @@ event_kinds = st.one_of(
         small,
         small,
     ),
-    st.builds(Offered, worker_names, st.sampled_from([TERMS, TERMS, TERMS, replace(TERMS, version="2")]), st.just("x")),
-    st.builds(Beaten, worker_names, small, small, st.booleans(), st.sampled_from([0.0, 0.1])),
+    st.builds(JoinRequested, worker_names, st.sampled_from([TERMS, TERMS, TERMS, replace(TERMS, version="2")]),
+    st.just("x")), st.builds(Heartbeat, worker_names, small, small, st.booleans(), st.sampled_from([0.0, 0.1])),
     st.builds(Leaving, worker_names),
     st.builds(Stopped, worker_names, small, small, st.booleans(), st.sampled_from(["", "reset"])),
     st.builds(Entered, worker_names, small, small),
@@ -1114,13 +1114,13 @@ event_kinds = st.one_of(
     st.builds(AgentArrived, st.integers(1, 30), st.sampled_from([AgentId(""), *AGENTS]), st.just("0.1.0"),
               st.just(()), st.integers(0, 2), st.booleans()),
     st.builds(AgentLost, agent_names, st.integers(1, 30)),
-    st.builds(Noticed, agent_names),
+    st.builds(PreemptionNotice, agent_names),
     st.builds(Scaled, st.integers(1, 4)),
     st.builds(Drained, slot_names),
     st.just(Tick()),
     st.just(Tick()),
     st.builds(Interrupted, agent_names, st.sampled_from([2, 15])),
-    st.just(Hindered("the disk is full")),
+    st.just(CoordinatorFailed("the disk is full")),
 )  # fmt: skip
 steps = st.lists(st.tuples(event_kinds, st.sampled_from([0.0, 0.01, 0.2, 0.6, 2.0])), max_size=40)
 
@@ -1161,7 +1161,7 @@ def test_every_run_ends_exactly_once_and_nothing_follows(history: list[tuple[Eve
         if isinstance(worker.line, members.Connected):
             world.feed(ConnectionLost(worker.name, worker.line.peer))
     world.wait(members.GRACE_S * 3)
-    assert isinstance(world.state.stage, Over)
+    assert isinstance(world.state.stage, RunOver)
     ends = [index for index, effect in enumerate(world.effects) if isinstance(effect, Ended)]
     assert len(ends) == 1 and 0 <= of(Ended, world.effects)[0].exit_status < 256
     assert not [e for e in world.effects[ends[0] + 1 :] if not isinstance(e, Dismiss)]
@@ -1176,7 +1176,7 @@ def test_after_a_stop_every_process_is_killed_within_two_graces(history: list[tu
     early = {effect.slot for effect in of(Kill, world.effects)}
     late = {effect.slot for effect in of(Kill, world.wait(2 * members.GRACE_S + 0.2))}
     alive = {s.name for s in world.state.slots if isinstance(s.process, members.Alive)}
-    assert isinstance(world.state.stage, Over) or alive <= early | late
+    assert isinstance(world.state.stage, RunOver) or alive <= early | late
 
 
 @given(history=steps, names=st.sampled_from([("w0",), ("w0", "w1", "w2")]))
@@ -1185,7 +1185,9 @@ def test_within_its_grace_a_new_coordinator_evicts_only_on_proof(
 ) -> None:
     world = resumed(names)
     for event, _ in history:
-        if isinstance(event, ProcessExited | AgentArrived | Failed | Finished | Leaving | Hindered | Interrupted):
+        if isinstance(
+            event, ProcessExited | AgentArrived | Failed | Finished | Leaving | CoordinatorFailed | Interrupted
+        ):
             continue
         # A successor in its slot is proof.
         if isinstance(event, Arrived) and event.worker not in names:
@@ -1273,7 +1275,9 @@ class Living(World):
         for _ in range(round(seconds / 0.25)):
             self.now_s += 0.25
             alive = set(self.processes.values()) - self.silent
-            self.feed(*(Beaten(WorkerId(name), 1, int(self.now_s * 10), active=True) for name in sorted(alive)), Tick())
+            self.feed(
+                *(Heartbeat(WorkerId(name), 1, int(self.now_s * 10), active=True) for name in sorted(alive)), Tick()
+            )
             self.obey()
 
 
@@ -1315,7 +1319,7 @@ def test_once_faults_stop_an_era_with_everybody_is_in_force(faults: list[tuple[s
         assert len(there) == len(processes.kept(world.state))
     else:
         # All that held the state were lost at once, or all failed twice in the same way.
-        assert isinstance(world.state.stage, Over)
+        assert isinstance(world.state.stage, RunOver)
 
 
 @given(st.lists(worker_names, min_size=1, max_size=4, unique=True))

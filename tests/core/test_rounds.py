@@ -11,7 +11,7 @@ from scenes import scenes
 
 from pliant.core import consistency, ledger, rounds
 from pliant.core.consistency import Mismatch
-from pliant.core.group_state import Group, Policy, Standing, founded
+from pliant.core.group_state import GroupState, Policy, Standing, founded
 from pliant.core.journal.records import ExchangeRecord, PhaseEndRecord, PhaseRecord, RoundRecord
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.core.tuning import delay
@@ -268,7 +268,7 @@ def test_where_the_overlap_ends_nothing_is_dealt_to_who_goes_along() -> None:
     group = founded(Policy(24, floating=True, delay=delay.AUTO), 1, roster)
     opening = Ticket(1, 0, 0, Kind.TRAIN, Flag.OPENING, length=200, size=4, digest=consistency.digest(group))
     opened = rounds.opened(group, [opening] * 2)
-    assert isinstance(opened, Group)
+    assert isinstance(opened, GroupState)
     held = ledger.give_back(ledger.unbounded(opened.phase.ledger), 1)
     alone = replace(opened.phase, present=(True, False), took_part=(True, False), ledger=held)
     group = replace(opened, open=(alone,), choice=replace(opened.choice, delay=1, turning=True))

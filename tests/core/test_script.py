@@ -7,24 +7,24 @@ from msgspec.structs import replace
 
 from pliant.core import ledger
 from pliant.core.finished_calls import calls_of
-from pliant.core.group_state import Group, OpenPhase, Past, Policy, founded
+from pliant.core.group_state import FinishedPhase, GroupState, OpenPhase, Policy, founded
 from pliant.core.tickets import Kind
 from pliant.types import WorkerId
-from pliant.worker.script.calls import Counted, Opening, Script
+from pliant.worker.script.calls import Counted, ScriptCall, ScriptPosition
 
-TRAIN = Opening(Kind.TRAIN, 0, Counted(8, 0), 2, 0)
-EVALUATE = Opening(Kind.EVALUATE, 0, Counted(8, 1), 2, 0)
-TRAINED, TESTED = Past(Kind.TRAIN, 0), Past(Kind.EVALUATE, 0, 0.5)
+TRAIN = ScriptCall(Kind.TRAIN, 0, Counted(8, 0), 2, 0)
+EVALUATE = ScriptCall(Kind.EVALUATE, 0, Counted(8, 1), 2, 0)
+TRAINED, TESTED = FinishedPhase(Kind.TRAIN, 0), FinishedPhase(Kind.EVALUATE, 0, 0.5)
 INNER = replace(TESTED, result=0.25, inner=True)
 
 
-def open_phase(number: int, kind: Kind, *, inner: bool = False, nested: tuple[Past, ...] = ()) -> OpenPhase:
+def open_phase(number: int, kind: Kind, *, inner: bool = False, nested: tuple[FinishedPhase, ...] = ()) -> OpenPhase:
     here = (True,)
     held = ledger.opened(8, 1)
     return OpenPhase(number, kind, 0, 8, (2,), (0,), held, here, here, inner=inner, nested=nested)
 
 
-def group(*open_: OpenPhase, past: tuple[Past, ...] = ()) -> Group:
+def group(*open_: OpenPhase, past: tuple[FinishedPhase, ...] = ()) -> GroupState:
     start = founded(Policy(8), 1, (WorkerId("w0"),))
     return replace(
         start, open=open_, past=calls_of(past), phases=max((phase.number for phase in open_), default=len(past))
@@ -32,7 +32,7 @@ def group(*open_: OpenPhase, past: tuple[Past, ...] = ()) -> Group:
 
 
 def test_calls_that_the_group_is_past_are_answered_one_after_another() -> None:
-    script, now = Script(), group(past=(TRAINED, TESTED))
+    script, now = ScriptPosition(), group(past=(TRAINED, TESTED))
     for expected in (TRAINED, TESTED):
         script.enters(TRAIN, now)
         assert script.past(now) == expected
@@ -47,7 +47,7 @@ def test_calls_that_the_group_is_past_are_answered_one_after_another() -> None:
 
 
 def test_a_call_inside_a_loop_is_found_behind_those_that_others_made_before() -> None:
-    script = Script()
+    script = ScriptPosition()
     loop = open_phase(1, Kind.TRAIN)
     script.enters(TRAIN, group(loop))
     assert script.is_at(group(loop))
@@ -65,15 +65,15 @@ def test_a_call_inside_a_loop_is_found_behind_those_that_others_made_before() ->
 
 
 def test_a_call_in_the_body_of_a_loop_that_the_group_has_left_has_no_result() -> None:
-    script = Script()
+    script = ScriptPosition()
     script.enters(TRAIN, group(open_phase(1, Kind.TRAIN)))
     gone = group(past=(TRAINED,))
     script.enters(EVALUATE, gone)
-    assert script.past(gone) == Past(Kind.EVALUATE, 0)
+    assert script.past(gone) == FinishedPhase(Kind.EVALUATE, 0)
 
 
 def test_a_loop_that_ends_in_its_body_may_still_evaluate_there() -> None:
-    script = Script()
+    script = ScriptPosition()
     script.enters(TRAIN, group(open_phase(1, Kind.TRAIN)))
     script.ended_in_body()
     over = group(past=(TRAINED,))
@@ -93,7 +93,7 @@ def test_a_loop_that_ends_in_its_body_may_still_evaluate_there() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_what_is_given_up_leaves_no_trace(depth: int) -> None:
-    script, now = Script(), group(open_phase(1, Kind.TRAIN))
+    script, now = ScriptPosition(), group(open_phase(1, Kind.TRAIN))
     for call in (TRAIN, EVALUATE)[:depth]:
         script.enters(call, now)
     script.gives_up()
@@ -103,7 +103,7 @@ def test_what_is_given_up_leaves_no_trace(depth: int) -> None:
 
 def test_a_script_that_was_away_counts_its_calls_in_one_body_itself() -> None:
     """The group has made three calls in that body and gone on: each is answered, none is opened again."""
-    script = Script()
+    script = ScriptPosition()
     loop = open_phase(1, Kind.TRAIN)
     script.enters(TRAIN, group(loop))
     script.draws()

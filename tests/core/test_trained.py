@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from pliant.bitmaps import bitmap, common, members
 from pliant.core import ledger, trained_set
 from pliant.core.consistency import Mismatch
-from pliant.core.group_state import Group, OpenPhase, Policy, founded
+from pliant.core.group_state import GroupState, OpenPhase, Policy, founded
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import WorkerId
 
@@ -20,7 +20,7 @@ OLD, NEW, OTHER = bitmap([0, 1, 2], 9), bitmap([1, 2], 9), bitmap([0, 1, 2, 8], 
 SETS = st.sampled_from([OLD, NEW, OTHER])
 
 
-def group(delay: int, *, unlike: int = 0, took_part: tuple[bool, ...] = (True, True, True)) -> Group:
+def group(delay: int, *, unlike: int = 0, took_part: tuple[bool, ...] = (True, True, True)) -> GroupState:
     phase = OpenPhase(
         number=1,
         kind=Kind.TRAIN,
@@ -40,7 +40,7 @@ def ticket(of: bytes, *, micro_batches: int = 2, flags: Flag = Flag.NONE) -> Tic
     return Ticket(1, 0, 1, Kind.TRAIN, flags, micro_batches=micro_batches, trained=of, wanted=of)
 
 
-def decided(before: Group, tickets: list[Ticket]) -> tuple[Group, trained_set.Decision]:
+def decided(before: GroupState, tickets: list[Ticket]) -> tuple[GroupState, trained_set.Decision]:
     decision = trained_set.decide(before, tickets)
     assert not isinstance(decision, Mismatch), decision
     return decision

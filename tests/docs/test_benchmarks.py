@@ -23,7 +23,7 @@ from torch import ones
 from torch.nn import Parameter
 
 from pliant.core.tuning import noise
-from pliant.tensors.gradients import Buffer
+from pliant.tensors.gradients import FlatGradients
 from pliant.worker.training import Training
 
 MACHINE = Machine(cores=2, memory_gb=8.0, python="3.11", torch="2.13.0", system="Linux", load_before=0.0)
@@ -289,7 +289,7 @@ def test_the_cost_of_statistics_is_their_part_of_the_rounds_after_the_warm_up() 
 
 def test_norms_of_the_groups_sum_count_as_statistics_and_those_of_contributions_do_not() -> None:
     meter = Meter()
-    buffer = Buffer([Parameter(ones(1 << 20))])
+    buffer = FlatGradients([Parameter(ones(1 << 20))])
     with watched(meter):
         buffer.squared_norm()
         assert meter.spent_s == 0.0

@@ -212,3 +212,33 @@ def test_nothing_unsafe_is_loaded() -> None:
 def test_every_module_says_what_it_is_for() -> None:
     for path in modules():
         assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
+
+
+TWINS = {
+    "Entered",
+    "Failed",
+    "Finished",
+    "Interrupted",
+    "Kill",
+    "Leaving",
+    "Note",
+    "Refuse",
+    "Start",
+    "Stopped",
+    "Terminate",
+    "Unformed",
+}
+"""A message of the control channel and the event or effect that it stands for; ``Stopped`` is an error, too."""
+
+
+def test_a_name_of_a_class_means_one_class() -> None:
+    places: dict[str, list[str]] = {}
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module_of(path))
+    assert {name: found for name, found in places.items() if len(found) > 1 and name not in TWINS} == {}
+    for name in TWINS:
+        assert {"pliant.control.messages", "pliant.core.membership.events"} <= set(places[name]) and len(
+            places[name]
+        ) <= 2 + (name == "Stopped"), name

@@ -15,7 +15,7 @@ from benchmarks.fuzz.surface import chance_of
 from pliant import auth
 from pliant.control import app, messages
 from pliant.control import messages as m
-from pliant.control.limits import Gate
+from pliant.control.limits import ConnectionLimits
 from pliant.coordinator import recorder, store_relay
 from pliant.coordinator.status import Status
 from pliant.core.journal import records as journal
@@ -219,7 +219,7 @@ def test_a_state_with_a_key_twice_is_broken() -> None:
         framing.write_chunks(sent, memoryview(part))
     framing.write_frame(sent, b"whole")
     sent.seek(0)
-    with pytest.raises(framing.Broken, match="the same key twice"):
+    with pytest.raises(framing.StreamBroken, match="the same key twice"):
         handoff._read_answer(sent, framing.read_frame(sent))
 
 
@@ -254,15 +254,15 @@ class Deaf:
 
 def test_a_peer_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "OUTBOX_BYTES", 10_000)
-    peers: list[app.Peer] = []
-    closed: list[app.Peer] = []
+    peers: list[app.WebSocketPeer] = []
+    closed: list[app.WebSocketPeer] = []
 
     async def served() -> None:
         ignored: Any = lambda *_: None  # noqa: E731
-        peers.append(app.Peer(1))
+        peers.append(app.WebSocketPeer(1))
         socket: Any = Deaf()
         role = app._Role(b"agent", 1 << 20, m.decode_from_agent, ignored, ignored, closed.append)
-        await app._serve(socket, "t", Gate(ignored), peers[0], role)
+        await app._serve(socket, "t", ConnectionLimits(ignored), peers[0], role)
 
     async def scene() -> None:
         serving = asyncio.create_task(served())

@@ -85,7 +85,7 @@ def test_a_state_is_whole_or_broken(skeleton: Any, rest: bytes) -> None:
     reader = io.BytesIO(sent.getvalue() + rest)
     try:
         state = handoff._read_state(reader, handoff._State(1, len(text), len(rest)))
-    except framing.Broken:
+    except framing.StreamBroken:
         return
     assert isinstance(state, dict)
 

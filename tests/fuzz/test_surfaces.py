@@ -18,7 +18,7 @@ from benchmarks.fuzz.schedule import SURFACES, opened, selection
 from benchmarks.fuzz.surface import Outcome, chance_of, hammer
 
 from pliant.control import messages
-from pliant.coordinator.store_relay import Formation
+from pliant.coordinator.store_relay import StoreRelay
 from pliant.core.journal import records as journal
 from pliant.tensors import framing
 
@@ -107,7 +107,7 @@ def test_a_coordinator_that_raises_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     def push(self: Any, *_: Any) -> None:
         raise KeyError("key")
 
-    monkeypatch.setattr(Formation, "push", push)
+    monkeypatch.setattr(StoreRelay, "push", push)
     outcome = hammer(ControlSurface(), 2000, SEED)
     assert outcome.failed > 0 and "--surface control --seed 20 --start" in outcome.failures[0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from pliant.testing.habits import Habits
-from pliant.testing.habits.values import Event, Fault
+from pliant.testing.habits.values import Event, WorkerFault
 
 KEPT: list[Habits] = [
     # The optimizer's first state lost its memory format on all workers but the leader.
@@ -43,7 +43,7 @@ KEPT_PROCESSES: list[Habits] = [
         ema=True,
         hooks=True,
         events=(Event(at=6, what="break"),),
-        faults=(Fault(at=11, worker=0), Fault(at=7, worker=1, signal="term")),
+        faults=(WorkerFault(at=11, worker=0), WorkerFault(at=7, worker=1, signal="term")),
     ),
 ]
 """as real processes"""
@@ -60,7 +60,7 @@ _SLOW = Habits(
     clip=0.05,
     evaluates=True,
     events=(Event(1, "clip"), Event(3, "slow save"), Event(5, "gather everywhere"), Event(6, "clip off")),
-    faults=(Fault(14, worker=2),),
+    faults=(WorkerFault(14, worker=2),),
 )
 
 # The leader is left out while it saves; the others go on to what all are asked for at later updates.

@@ -16,7 +16,7 @@ from habits.kept import KEPT
 from pliant.core import rounds
 from pliant.tensors import lookahead, weights
 from pliant.testing.habits import Event, Habits, command, packed, strategies, threads, unpacked
-from pliant.testing.habits.reference import Mismatch
+from pliant.testing.habits.reference import ScriptMismatch
 from pliant.testing.habits.shrinking import shrunk
 from pliant.worker.evaluation import predictions
 from pliant.worker.training import Training
@@ -71,13 +71,13 @@ def test_a_wrong_gradient_is_found(directory: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         Training, "_average", lambda self, summed, mean, **options: average(self, summed, mean * 1.01, **options)
     )
-    with pytest.raises(Mismatch, match="off plain PyTorch"):
+    with pytest.raises(ScriptMismatch, match="off plain PyTorch"):
         threads.checked(Habits(sizes=(4, 2)), directory)
 
 
 def test_a_wrong_look_ahead_is_found(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookahead, "_peek_adam", lambda *arguments: None)
-    with pytest.raises(Mismatch, match="off plain PyTorch"):
+    with pytest.raises(ScriptMismatch, match="off plain PyTorch"):
         threads.checked(GROUP, directory)
 
 
@@ -94,7 +94,7 @@ def test_other_weights_on_one_worker_are_found(directory: Path, monkeypatch: pyt
                 self.parameters[0].mul_(1 + 1e-12)
 
     monkeypatch.setattr(Training, "_optimize", spoilt)
-    with pytest.raises(Mismatch, match="differs between"):
+    with pytest.raises(ScriptMismatch, match="differs between"):
         threads.checked(Habits(samples=24, batch=8, sizes=(4, 2)), directory)
 
 
@@ -121,13 +121,13 @@ CLIPPED = Habits(
 def test_a_bound_that_the_look_ahead_does_not_follow_is_found(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads.checked(CLIPPED, directory)
     monkeypatch.setattr(Training, "follow_clip_norm", lambda self, bound: None)
-    with pytest.raises(Mismatch, match="off plain PyTorch"):
+    with pytest.raises(ScriptMismatch, match="off plain PyTorch"):
         threads.checked(CLIPPED, directory)
 
 
 def test_a_bound_too_early_is_found(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "_clip_norm", lambda group, tickets: (0.5, 0))
-    with pytest.raises(Mismatch, match=r"round 1 is clipped to 0\.5, it should be None"):
+    with pytest.raises(ScriptMismatch, match=r"round 1 is clipped to 0\.5, it should be None"):
         threads.checked(CLIPPED, directory)
 
 
@@ -143,7 +143,7 @@ def test_other_weights_in_a_file_are_found(directory: Path, monkeypatch: pytest.
 
     save = weights.save
     monkeypatch.setattr(weights, "save", spoilt)
-    with pytest.raises(Mismatch, match=r"middle\.weight saved after round"):
+    with pytest.raises(ScriptMismatch, match=r"middle\.weight saved after round"):
         threads.checked(script, directory)
 
 
@@ -160,5 +160,5 @@ def test_an_update_too_many_is_found(directory: Path, monkeypatch: pytest.Monkey
     script = Habits(sizes=(4, 2), steps=4)
     threads.checked(script, directory)
     monkeypatch.setattr(rounds, "_is_enough", lambda group: group.updates >= 5)
-    with pytest.raises(Mismatch, match="5 updates were made, the script asks for 4"):
+    with pytest.raises(ScriptMismatch, match="5 updates were made, the script asks for 4"):
         threads.checked(script, directory)

@@ -13,11 +13,11 @@ from torch import nn
 from numerics.trainings import training_of
 from pliant.core.group_state import Policy, founded
 from pliant.tensors import background_copy
-from pliant.tensors.background_copy import Copying
+from pliant.tensors.background_copy import BackgroundCopy
 from pliant.tensors.checkpoint import Manifest
 from pliant.types import WorkerId
 from pliant.worker import checkpoint_writer
-from pliant.worker.elastic.eras import Handed
+from pliant.worker.elastic.eras import GroupSnapshot
 from pliant.worker.training import Training
 
 
@@ -59,7 +59,7 @@ class Writer:
         self.disk = Disk()
         self.tasks: list[Later] = []
         self.now_s = 0.0
-        self.saving = checkpoint_writer.Saving(
+        self.saving = checkpoint_writer.CheckpointWriter(
             self.disk,  # type: ignore[arg-type]
             "job",
             "1",
@@ -78,7 +78,7 @@ class Writer:
 
     def save(self) -> None:
         group = founded(Policy(8), 1, (WorkerId("w0"),))
-        self.saving.save(self.training, {"state": {}}, Handed(group, 3, 0, False))
+        self.saving.save(self.training, {"state": {}}, GroupSnapshot(group, 3, 0, False))
 
     def state(self) -> list[Any]:
         """Of every parameter, now."""
@@ -160,7 +160,7 @@ def test_at_the_look_ahead_point_the_plain_weights_are_copied(move: str) -> None
     training.park(1.0, 1.0, 0b11)
     if move == "go":
         training.look_ahead(1.0)
-    copy = Copying()
+    copy = BackgroundCopy()
     found = checkpoint_writer.catch_up.copy_parameters(training, copy)
     if move == "exchange":
         training.look_ahead(1.0)
@@ -236,9 +236,9 @@ def test_the_memory_is_made_ready_before_the_copy_begins(writer: Writer, pieces:
 
 def test_what_has_come_since_is_copied_elsewhere() -> None:
     sources = [torch.rand(5), torch.rand(3, 2), torch.rand(2000)]
-    room = background_copy.Room(sources[:2])
+    room = background_copy.CopyMemory(sources[:2])
     room.make()
-    copy = Copying(room)
+    copy = BackgroundCopy(room)
     found = copy.of(sources)
     copy.finish()
     assert all(torch.equal(a, b) for a, b in zip(found, sources, strict=True))
@@ -267,7 +267,7 @@ def test_no_memory_for_a_copy_is_said_and_tried_again(
 
 def test_two_threads_share_a_large_tensor(pieces: list[str]) -> None:
     source = torch.arange(6 * background_copy._PIECE_BYTES // 4, dtype=torch.float32)
-    copy = Copying()
+    copy = BackgroundCopy()
     found = copy.of_tensor(source)
     other = threading.Thread(target=copy.finish, name="background")
     other.start()
@@ -282,10 +282,10 @@ def test_two_threads_share_a_large_tensor(pieces: list[str]) -> None:
 @pytest.mark.parametrize("ready", [False, True])
 def test_every_kind_of_tensor_is_copied(kind: torch.dtype, shape: tuple[int, ...], ready: bool) -> None:
     sources = [(torch.rand(shape) * 3).to(kind), (torch.rand(*shape, 4, 2) * 3).to(kind).transpose(-1, -2)]
-    room = background_copy.Room(sources)
+    room = background_copy.CopyMemory(sources)
     if ready:
         room.make()
-    copy = Copying(room if ready else None)
+    copy = BackgroundCopy(room if ready else None)
     found = copy.of({"nested": [sources, ("text", 1)]})
     copy.finish()
     assert found["nested"][1] == ("text", 1)

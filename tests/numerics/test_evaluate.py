@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import Dataset, TensorDataset
 
 import pliant
-from pliant.core.group_state import Past
+from pliant.core.group_state import FinishedPhase
 from pliant.core.tickets import Kind
 from pliant.errors import PliantError
 from pliant.testing.threads import Together, together
@@ -226,9 +226,9 @@ def test_other_names_on_another_worker_are_refused_by_name() -> None:
 def test_no_result_has_none_by_any_name() -> None:
     nothing: Any = measures.result_of(None)
     assert math.isnan(nothing) and math.isnan(nothing["loss"]) and f"{nothing:.3f}" == "nan"
-    undefined: Any = measures.result_of(Past(Kind.EVALUATE, 0, 0.5, results={"a": None, "b": 0.5}))
+    undefined: Any = measures.result_of(FinishedPhase(Kind.EVALUATE, 0, 0.5, results={"a": None, "b": 0.5}))
     assert math.isnan(undefined["a"]) and undefined["b"] == 0.5
-    assert measures.result_of(Past(Kind.EVALUATE, 0, 0.5)) == 0.5
+    assert measures.result_of(FinishedPhase(Kind.EVALUATE, 0, 0.5)) == 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.complex64])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pliant.tensors.digest import Fingerprint
+from pliant.tensors.digest import WeightsDigest
 
 DTYPES = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16, torch.int8: torch.int8}
 
@@ -19,7 +19,7 @@ def drawn(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
 
 
 def digests(tensors: list[Tensor], parts: int = 2) -> list[int]:
-    taken = Fingerprint(tensors, parts=parts, reduces=False)
+    taken = WeightsDigest(tensors, parts=parts, reduces=False)
     return [taken.of(turn) for turn in range(taken.parts)]
 
 
@@ -34,7 +34,7 @@ def test_any_changed_bit_changes_the_digest_of_one_part(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, parts: int, data: st.DataObject
 ) -> None:
     tensors = drawn(shapes, dtype)
-    taken = Fingerprint(tensors, parts=parts, reduces=False)
+    taken = WeightsDigest(tensors, parts=parts, reduces=False)
     before = [taken.of(turn) for turn in range(taken.parts)]
     whole = taken.of(None)
     assert before == digests([tensor.clone() for tensor in tensors], parts)
@@ -43,7 +43,7 @@ def test_any_changed_bit_changes_the_digest_of_one_part(
     place = data.draw(st.integers(0, numbers.numel() - 1))
     numbers[place] ^= 1 << data.draw(st.integers(0, 8 * numbers.element_size() - 2))
     after = [taken.of(turn + taken.parts) for turn in range(taken.parts)]
-    assert taken.of(None) != whole == Fingerprint(drawn(shapes, dtype), parts=parts, reduces=False).of(None)
+    assert taken.of(None) != whole == WeightsDigest(drawn(shapes, dtype), parts=parts, reduces=False).of(None)
     assert sum(one != other for one, other in zip(before, after, strict=True)) == 1
 
 
@@ -59,7 +59,7 @@ def test_the_order_in_memory_does_not_count() -> None:
 
 def test_weights_that_have_moved_are_found() -> None:
     parameter = torch.nn.Parameter(torch.zeros(500, 500))
-    taken = Fingerprint([parameter], parts=2, reduces=False)
+    taken = WeightsDigest([parameter], parts=2, reduces=False)
     before = taken.of(0)
     parameter.data = torch.ones(500, 500)
     assert taken.of(0) != before
@@ -75,12 +75,12 @@ def test_memory_at_any_place_will_do(offset: int) -> None:
 def test_what_it_computes_with_is_told() -> None:
     weights = drawn([(4,)], torch.float32)
     threads = torch.get_num_threads()
-    plain, reducing = (Fingerprint(weights, parts=1, reduces=reduces).arithmetic for reduces in (False, True))
+    plain, reducing = (WeightsDigest(weights, parts=1, reduces=reduces).arithmetic for reduces in (False, True))
     try:
         torch.set_num_threads(threads + 1)
         # Only a norm depends on how many threads add it up.
-        assert Fingerprint(weights, parts=1, reduces=False).arithmetic == plain
-        assert Fingerprint(weights, parts=1, reduces=True).arithmetic != reducing
+        assert WeightsDigest(weights, parts=1, reduces=False).arithmetic == plain
+        assert WeightsDigest(weights, parts=1, reduces=True).arithmetic != reducing
     finally:
         torch.set_num_threads(threads)
 
@@ -90,5 +90,7 @@ def test_a_sketch_hardly_depends_on_rounding() -> None:
     weights = [torch.randn(300, 40), torch.randn(40)]
     rounded = [(weight.double() * (1 + 1e-6 * torch.randn_like(weight))).float() for weight in weights]
     other = [torch.randn(300, 40), torch.randn(40)]
-    mine, same, foreign = (Fingerprint(each, parts=1, reduces=False).sketch(None) for each in (weights, rounded, other))
+    mine, same, foreign = (
+        WeightsDigest(each, parts=1, reduces=False).sketch(None) for each in (weights, rounded, other)
+    )
     assert abs(mine - same) < 1e-4 and abs(mine - foreign) > 0.02

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 from pliant.tensors import allocation
-from pliant.tensors.gradients import Buffer, Gradients
+from pliant.tensors.gradients import FlatGradients, Gradients
 from pliant.testing import Together, together
 
 SHAPES = [(3, 5), (1 << 20, 2), (0,), ()]
@@ -57,7 +57,7 @@ def test_views_lie_in_what_is_summed_wherever_its_memory_begins(monkeypatch: pyt
 
     monkeypatch.setattr(allocation, "fresh", fresh)
     square = torch.nn.Parameter(torch.ones(3, 5, 4, 4).to(memory_format=torch.channels_last))
-    buffer = Buffer([torch.nn.Parameter(torch.ones(7)), square, torch.nn.Parameter(torch.ones(4, 2))])
+    buffer = FlatGradients([torch.nn.Parameter(torch.ones(7)), square, torch.nn.Parameter(torch.ones(4, 2))])
     (flat,) = buffer.flats
     for number, view in enumerate(buffer.views, 1):
         assert view is not None

@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 import pliant
 from numerics import reference
 from pliant.tensors import buckets
-from pliant.tensors.gradients import Buffer
+from pliant.tensors.gradients import FlatGradients
 from pliant.testing import Together, together
-from pliant.worker.submit import HandingIn
+from pliant.worker.submit import Submission
 
 SIZES = (16, 7, 5)
 
@@ -48,16 +48,16 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def early(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """For each contribution that was handed in beside its last backward pass: how many parts went before its end."""
     found: list[int] = []
-    original = HandingIn._complete_parts
+    original = Submission._complete_parts
 
-    def complete(self: HandingIn, *, usable: bool) -> None:
+    def complete(self: Submission, *, usable: bool) -> None:
         flight = self._member.work.flight
         assert flight is not None
         if flight.given:
             found.append(flight.given)
         original(self, usable=usable)
 
-    monkeypatch.setattr(HandingIn, "_complete_parts", complete)
+    monkeypatch.setattr(Submission, "_complete_parts", complete)
     return found
 
 
@@ -114,7 +114,7 @@ def assert_close(model: nn.Module, other: nn.Module) -> None:
 def test_every_parameter_is_in_one_part_and_the_last_ones_come_first() -> None:
     model = wide()
     model.register_parameter("lighter", nn.Parameter(torch.zeros(40_000, dtype=torch.bfloat16)))
-    buffer = Buffer(list(model.parameters()))
+    buffer = FlatGradients(list(model.parameters()))
     cut = buffer.cut
     members = [index for part in cut for index in part.members]
     assert sorted(members) == list(range(len(buffer.views)))
@@ -133,7 +133,7 @@ def test_a_large_model_has_few_parts() -> None:
 def test_parts_are_told_of_in_their_order() -> None:
     model = wide()
     parameters = list(model.parameters())
-    cut = Buffer(parameters).cut
+    cut = FlatGradients(parameters).cut
     assert len(cut) == 3
     told: list[int] = []
     with buckets.watched(parameters, cut, told.append) as backward:
@@ -152,7 +152,7 @@ def test_parts_are_told_of_in_their_order() -> None:
 def test_a_gradient_that_is_added_to_twice_is_noticed() -> None:
     layer = nn.Linear(6, 6)
     parameters = list(layer.parameters())
-    cut = [buckets.Part(torch.float32, 0, 6, (1,)), buckets.Part(torch.float32, 6, 42, (0,))]
+    cut = [buckets.Bucket(torch.float32, 0, 6, (1,)), buckets.Bucket(torch.float32, 6, 42, (0,))]
     with buckets.watched(parameters, cut, lambda _: None) as backward:
         x = torch.randn(2, 6, requires_grad=True)
         for _ in range(2):

@@ -34,7 +34,7 @@ class AtOnce:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_writer.Saving.__init__, "__defaults__", (AtOnce,))
+    monkeypatch.setattr(checkpoint_writer.CheckpointWriter.__init__, "__defaults__", (AtOnce,))
 
 
 def trained(

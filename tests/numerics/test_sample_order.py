@@ -18,13 +18,13 @@ from torch.utils.data import Dataset
 
 import pliant
 from pliant.core.finished_calls import calls_of
-from pliant.core.group_state import FEISTEL, PERMUTATION, Past, Policy, founded
+from pliant.core.group_state import FEISTEL, PERMUTATION, FinishedPhase, Policy, founded
 from pliant.core.tickets import Kind
 from pliant.errors import CheckpointError, UsageError
 from pliant.tensors.checkpoint import Manifest
 from pliant.types import WorkerId
 from pliant.worker import checkpoint_writer
-from pliant.worker.elastic.eras import Handed
+from pliant.worker.elastic.eras import GroupSnapshot
 from pliant.worker.script import sample_order
 from pliant.worker.script.sample_order import AsItIs, Given, Ordering, Permutation, Shuffled, epoch_order
 
@@ -256,7 +256,7 @@ def test_no_order_is_asked_for_where_the_group_is_past_the_call(monkeypatch: pyt
         for epoch in run.epochs(2):
             with monkeypatch.context() as patch:
                 if epoch == 0:
-                    patch.setattr(run._worker, "open", lambda call: Past(Kind.TRAIN, 0))
+                    patch.setattr(run._worker, "open", lambda call: FinishedPhase(Kind.TRAIN, 0))
                 for x in run.batches([torch.zeros(1)] * 4, size=2):
                     run.backward(model(x).mean())
                     run.step()
@@ -267,12 +267,12 @@ def test_a_checkpoint_of_the_time_before_orders_had_names() -> None:
     """It goes on with its own order, and with the calls that its group had as a list."""
     w0 = WorkerId("w0")
     past = [
-        Past(Kind.TRAIN, 0),
-        Past(Kind.EVALUATE, 0, 0.5, inner=True),
-        Past(Kind.EVALUATE, 0, None, results={"a": 1.0}),
+        FinishedPhase(Kind.TRAIN, 0),
+        FinishedPhase(Kind.EVALUATE, 0, 0.5, inner=True),
+        FinishedPhase(Kind.EVALUATE, 0, None, results={"a": 1.0}),
     ]
     group = replace(founded(Policy(8), 3, [w0]), past=calls_of(past), trained=b"\x01\xff")
-    handed = Handed(group, 9, 1 << 70, False)
+    handed = GroupSnapshot(group, 9, 1 << 70, False)
     written = json.loads(msgspec.json.encode(handed.packed(known=0)))
     assert checkpoint_writer._handed(manifest(written)) == handed
     written["group"]["past"] = json.loads(msgspec.json.encode(past))

@@ -18,9 +18,9 @@ import pliant
 from numerics.trainings import training_of
 from pliant.core.tickets import Kind
 from pliant.tensors import serialize
-from pliant.tensors.gradients import Buffer
+from pliant.tensors.gradients import FlatGradients
 from pliant.testing import Together, together
-from pliant.worker.elastic.catch_up import META, Takeover, snapshot
+from pliant.worker.elastic.catch_up import META, CatchUp, snapshot
 from pliant.worker.training import Training
 
 SAMPLES, REFERENCE = 203, 16
@@ -186,12 +186,12 @@ def test_a_newcomer_catches_up_with_rounds_and_results_in_their_order(name: str)
 
     (donor, carried, given), (newcomer, taken, mine) = made(1), made(2)
     line = Line()
-    takeover = Takeover(newcomer, taken, lambda address: line)
+    takeover = CatchUp(newcomer, taken, lambda address: line)
     takeover.restart(["there"], 1, 10, keep=False)
     takeover.pursue(10)
 
     def updated(exchange: int, factor: float, samples: tuple[float, float]) -> None:
-        means = Buffer(donor.parameters)
+        means = FlatGradients(donor.parameters)
         for view in means.views:
             view.fill_(0.1 * exchange)
         gradients = {index: view.clone() for index, view in enumerate(means.views)}

@@ -11,9 +11,9 @@ from torch import nn
 
 from numerics.trainings import training_of
 from pliant.core import portion_size
-from pliant.tensors.gradients import Buffer
+from pliant.tensors.gradients import FlatGradients
 from pliant.worker.elastic import catch_up
-from pliant.worker.elastic.catch_up import Takeover
+from pliant.worker.elastic.catch_up import CatchUp
 from pliant.worker.training import Training
 
 
@@ -87,7 +87,7 @@ class Group:
             self.lines.append(SlowLine(self, late))
             return self.lines[-1]
 
-        self.takeover = Takeover(self.newcomer, {"state": {}}, connect)
+        self.takeover = CatchUp(self.newcomer, {"state": {}}, connect)
         self.takeover.restart(["donor"], 1, self.exchange, keep=False)
         self.takeover.pursue(self.exchange)
         self.gradients = sum(p.nbytes for p in self.newcomer.parameters)
@@ -111,7 +111,7 @@ class Group:
         self.tick()
         gradients = self._update()
         self.exchange += 1
-        means = Buffer(self.newcomer.parameters)
+        means = FlatGradients(self.newcomer.parameters)
         for index, gradient in gradients.items():
             view = means.views[index]
             assert view is not None
@@ -198,7 +198,7 @@ def test_a_donor_that_fails_is_not_waited_for() -> None:
     group = Group([1000], 3 * 8000 / 1000)
     for _ in range(2):
         group.tick()
-        group.takeover.note(group.exchange + 1, Buffer(group.newcomer.parameters), 1, 1.0, (0.0, 0.0))
+        group.takeover.note(group.exchange + 1, FlatGradients(group.newcomer.parameters), 1, 1.0, (0.0, 0.0))
         group.exchange += 1
     assert group.takeover.holds_up(1)
     group.lines[-1].failed = "it has gone"

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import pliant
-from pliant.tensors.buffers import Buffers
+from pliant.tensors.buffers import ModelBuffers
 from pliant.testing import Together, together
 
 
@@ -376,7 +376,7 @@ def test_who_is_left_alone_shows_its_own_statistics(kept: bool) -> None:
     """The last merged ones grow old when there is nobody to merge with. ``kept``: those of the last round, in a job."""
     torch.manual_seed(0)
     model = nn.BatchNorm1d(3)
-    buffers = Buffers(model)
+    buffers = ModelBuffers(model)
     buffers.grow(0b111)
     model(torch.randn(4, 3))
     buffers.merge(buffers.hand_in(4.0, leader=True), 4.0)

@@ -14,15 +14,15 @@ from torch import nn
 
 from numerics.trainings import training_of
 from pliant.core import portion_size
-from pliant.core.group_state import Group, OpenPhase, Policy, Standing, founded
+from pliant.core.group_state import GroupState, OpenPhase, Policy, Standing, founded
 from pliant.core.ledger import Hand, Ledger
 from pliant.core.tickets import Kind
-from pliant.tensors.buffers import Buffers
-from pliant.tensors.gradients import Buffer
+from pliant.tensors.buffers import ModelBuffers
+from pliant.tensors.gradients import FlatGradients
 from pliant.types import WorkerId
-from pliant.worker.elastic.catch_up import META, STATE, Takeover, at_end_of, snapshot
+from pliant.worker.elastic.catch_up import META, STATE, CatchUp, at_end_of, snapshot
 from pliant.worker.elastic.eras import Eras
-from pliant.worker.elastic.rendezvous import Seat
+from pliant.worker.elastic.rendezvous import FormedGroup
 
 
 class Line:
@@ -51,7 +51,7 @@ class Line:
     def close(self) -> None: ...
 
 
-Newcomer = tuple[Takeover, list[Line]]
+Newcomer = tuple[CatchUp, list[Line]]
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def newcomer() -> Iterator[Newcomer]:
         lines.append(Line(address))
         return lines[-1]
 
-    takeover = Takeover(training, {"state": {"updates": 0}}, connect, tensors=False)
+    takeover = CatchUp(training, {"state": {"updates": 0}}, connect, tensors=False)
     takeover.restart(["there", "elsewhere"], 1, 10, keep=True)
     yield takeover, lines
     takeover.close()
@@ -135,7 +135,7 @@ def test_statistics_that_are_older_than_a_drain_are_not_taken() -> None:
         return training
 
     donor, training, line = normed(), normed(), Line("there")
-    takeover = Takeover(training, {"state": {}}, lambda address: line)
+    takeover = CatchUp(training, {"state": {}}, lambda address: line)
     takeover.restart(["there"], 1, 10, keep=False)
     takeover.pursue(10)
     asked_for = line.asked[0][1]
@@ -153,7 +153,7 @@ def test_statistics_that_are_older_than_a_drain_are_not_taken() -> None:
 
 
 def test_a_merge_that_is_void_is_taken_back() -> None:
-    buffers = Buffers(nn.BatchNorm1d(2))
+    buffers = ModelBuffers(nn.BatchNorm1d(2))
     assert buffers.hand_in(1.0, leader=True) is None
     buffers.grow(0b11)
     summed = buffers.hand_in(1.0, leader=True)
@@ -178,7 +178,7 @@ class Spare:
         self.eras = Eras(place, donor, self._connect, state, share, share)  # type: ignore[arg-type]
         roster = tuple(map(WorkerId, ("w0", "w1", "w2")))
         addresses = {worker: f"{worker}'s" for worker in roster}
-        self.eras.entered(Seat(None, 4, roster, 2, addresses))
+        self.eras.entered(FormedGroup(None, 4, roster, 2, addresses))
         # Two of them compute.
         held = Ledger(30, 0, (), (Hand(),) * 3)
         computed = (True, True, False)
@@ -192,7 +192,7 @@ class Spare:
     def _serve(self, era: int, exchange: int, snapshot: Any) -> None:
         self.served = snapshot
 
-    def now(self, *standings: Standing) -> Group:
+    def now(self, *standings: Standing) -> GroupState:
         """An era later, in what the script does with the update."""
         return replace(self.before, era=4, exchange=40, standings=standings)
 
@@ -256,7 +256,7 @@ class Meanwhile:
     def __init__(self, *sizes: int) -> None:
         self.mine, self.theirs = self._training(sizes), self._training(sizes)
         self.lines: list[Sending] = []
-        self.takeover = Takeover(self.mine, {"state": {}}, self._connect)
+        self.takeover = CatchUp(self.mine, {"state": {}}, self._connect)
         self.takeover.restart(["there"], 1, 10, keep=False)
         self.bound = portion_size.COPIES * sum(p.nbytes for p in self.mine.parameters)
         self.snapshots: dict[int, dict[str, Any]] = {}
@@ -277,7 +277,7 @@ class Meanwhile:
     def round(self, present: int = -1) -> None:
         """One more is settled."""
         self.exchange += 1
-        means = Buffer(self.theirs.parameters)
+        means = FlatGradients(self.theirs.parameters)
         for view in means.views:
             assert view is not None
             view.fill_(0.01 * self.exchange)

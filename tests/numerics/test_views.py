@@ -12,9 +12,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from pliant.core.group_state import Group, Policy, founded
-from pliant.replay.buffers import Handing, Views
-from pliant.tensors.buffers import Buffers
+from pliant.core.group_state import GroupState, Policy, founded
+from pliant.replay.buffers import BufferHandIn, BufferViews
+from pliant.tensors.buffers import ModelBuffers
 from pliant.types import WorkerId
 
 W0, W1 = WorkerId("w0"), WorkerId("w1")
@@ -27,7 +27,7 @@ class Worker:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = copy.deepcopy(model)
-        self.buffers = Buffers(self.model)
+        self.buffers = ModelBuffers(self.model)
         self.buffers.begin(self.buffers.training_bits(), kept=True)
 
     def group_values(self) -> dict[int, Tensor]:
@@ -41,19 +41,19 @@ class Worker:
 class Player:
     """The one model of a replay."""
 
-    def __init__(self, model: nn.Module, group: Group) -> None:
+    def __init__(self, model: nn.Module, group: GroupState) -> None:
         self.model = copy.deepcopy(model)
-        training: Any = SimpleNamespace(buffers=Buffers(self.model))
-        self.views = Views(self.model, training)
+        training: Any = SimpleNamespace(buffers=ModelBuffers(self.model))
+        self.views = BufferViews(self.model, training)
         self.views.change(group)
         self.views.begin(training.buffers.training_bits())
 
-    def round(self, group: Group, drawn: Drawn, *, applied: bool = True) -> None:
+    def round(self, group: GroupState, drawn: Drawn, *, applied: bool = True) -> None:
         for worker, x in drawn.items():
             self.views.show(worker)
             self.model(x)
         parts = [
-            Handing(
+            BufferHandIn(
                 worker,
                 self.views.handed_in(group, worker, float(len(drawn[worker]))) if worker in drawn else None,
                 computed=worker in drawn,
@@ -89,7 +89,7 @@ def norm() -> nn.Module:
     return nn.BatchNorm1d(4).double()
 
 
-def group_of(*roster: WorkerId, exchange: int = 0) -> Group:
+def group_of(*roster: WorkerId, exchange: int = 0) -> GroupState:
     return replace(founded(Policy(batch=8), 1, roster), exchange=exchange)
 
 

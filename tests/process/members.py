@@ -74,8 +74,8 @@ def until(condition: Callable[[], Any], what: str) -> None:
         time.sleep(0.001)
 
 
-def forming(channel: Files, attempt: int, place: int, members: int) -> groups.Forming[groups.Gloo]:
-    return groups.Forming(
+def forming(channel: Files, attempt: int, place: int, members: int) -> groups.FormingGroup[groups.Gloo]:
+    return groups.FormingGroup(
         lambda wrapped: groups.Gloo(wrapped, attempt=attempt, place=place, members=members, address="127.0.0.1"),
         channel,
     )
@@ -176,7 +176,7 @@ class Member:
                 return
             raise AssertionError("the sum was completed without everybody")
 
-    def refused(self, under_way: groups.Forming[groups.Gloo]) -> None:
+    def refused(self, under_way: groups.FormingGroup[groups.Gloo]) -> None:
         until(lambda: under_way.over, "the end of the forming")
         try:
             under_way.result()

@@ -48,7 +48,7 @@ class Said:
         self.statuses: list[Status] = []
 
     def started(self, directory: Path, address: str) -> None: ...
-    def ended(self, outcome: local.Outcome) -> None: ...
+    def ended(self, outcome: local.JobOutcome) -> None: ...
 
     def output(self, worker: str, text: str, stream: local.Stream) -> None:
         self.lines.append(f"{worker} {text}")
@@ -111,16 +111,16 @@ class Canned:
         await connection.wait_closed()
 
 
-Scene = Callable[[Canned, Said, "asyncio.Task[local.Outcome]"], Awaitable[None]]
+Scene = Callable[[Canned, Said, "asyncio.Task[local.JobOutcome]"], Awaitable[None]]
 
 
-def play(tmp_path: Path, script: str, scene: Scene, **settings: object) -> local.Outcome:
+def play(tmp_path: Path, script: str, scene: Scene, **settings: object) -> local.JobOutcome:
     """Let a launcher join the canned coordinator, and a scene happen."""
     (tmp_path / "train.py").write_text("import os, signal, sys, time\n" + textwrap.dedent(script))
     spec = local.JobSpec(str(tmp_path / "train.py"), directory=tmp_path / "job")
     spec = replace(spec, **settings)  # pyright: ignore[reportArgumentType]
 
-    async def whole() -> local.Outcome:
+    async def whole() -> local.JobOutcome:
         canned, said = Canned(), Said()
         await canned.open()
         async with contextlib.AsyncExitStack() as stack:
@@ -136,7 +136,7 @@ def play(tmp_path: Path, script: str, scene: Scene, **settings: object) -> local
 
 
 @contextlib.asynccontextmanager
-async def _ended(task: asyncio.Task[local.Outcome]) -> AsyncIterator[None]:
+async def _ended(task: asyncio.Task[local.JobOutcome]) -> AsyncIterator[None]:
     try:
         yield
     finally:
@@ -152,7 +152,7 @@ async def until(happens: Callable[[], bool]) -> None:
 
 
 def test_a_launcher_carries_out_what_it_is_told(tmp_path: Path) -> None:
-    async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.Outcome]) -> None:
+    async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.JobOutcome]) -> None:
         enlist = await canned.enlisted("w3", "w4")
         assert (enlist.agent, enlist.slots, enlist.wanted, enlist.owner) == ("", [], 2, False)
         ends = {end.slot: end for end in [await canned.heard(messages.Exited) for _ in range(2)]}
@@ -184,7 +184,7 @@ def test_a_launcher_carries_out_what_it_is_told(tmp_path: Path) -> None:
 
 
 def test_what_a_new_coordinator_may_not_know_is_said_again(tmp_path: Path) -> None:
-    async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.Outcome]) -> None:
+    async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.JobOutcome]) -> None:
         await canned.enlisted("w0", "w1")
         await until(lambda: len(said.lines) == 2)
         await canned.close()
@@ -214,7 +214,7 @@ def test_what_a_new_coordinator_may_not_know_is_said_again(tmp_path: Path) -> No
 
 
 def test_who_does_not_go_within_the_grace_is_killed(tmp_path: Path) -> None:
-    async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.Outcome]) -> None:
+    async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.JobOutcome]) -> None:
         await canned.enlisted("w0", "w1")
         await until(lambda: len(said.lines) == 2)
         await canned.say(messages.Terminate("w0"))
@@ -243,7 +243,7 @@ while True:
 def test_a_coordinator_gone_for_good_ends_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "RECONNECT_S", 0.5)
 
-    async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.Outcome]) -> None:
+    async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.JobOutcome]) -> None:
         await canned.enlisted("w0")
         await until(lambda: len(said.lines) == 1)
         await canned.close()
@@ -259,7 +259,7 @@ def test_a_coordinator_gone_for_good_ends_the_workers(tmp_path: Path, monkeypatc
 def test_workers_that_ended_well_need_no_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "IDLE_RECONNECT_S", 0.3)
 
-    async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.Outcome]) -> None:
+    async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.JobOutcome]) -> None:
         await canned.enlisted("w0")
         await canned.heard(messages.Exited)
         await canned.close()
@@ -275,7 +275,7 @@ def test_signals_are_told_and_end_everything_without_a_coordinator(
 ) -> None:
     monkeypatch.setattr(launcher, "ALONE_S", 0.3)
 
-    async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.Outcome]) -> None:
+    async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.JobOutcome]) -> None:
         await canned.enlisted("w0")
         await until(lambda: len(said.lines) == 1)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -296,7 +296,7 @@ def test_signals_are_told_and_end_everything_without_a_coordinator(
 def test_the_third_signal_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "ALONE_S", 10 * LIMIT_S)
 
-    async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.Outcome]) -> None:
+    async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.JobOutcome]) -> None:
         await canned.enlisted("w0")
         await until(lambda: len(said.lines) == 1)
         for _ in range(2):
@@ -310,7 +310,7 @@ def test_the_third_signal_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_notice_is_told_once(tmp_path: Path) -> None:
-    async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.Outcome]) -> None:
+    async def scene(canned: Canned, said: Said, launching: asyncio.Task[local.JobOutcome]) -> None:
         await canned.enlisted("w0")
         await until(lambda: len(said.lines) == 1)
         (tmp_path / "leaving").touch()

@@ -120,7 +120,7 @@ def test_a_run_ends_well(launch: Launcher) -> None:
 def test_a_run_can_be_started_from_any_thread(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PRELUDE + "link = joined(); trained(link); link.finish(left=False); print('done')")
-    outcomes: list[local.Outcome] = []
+    outcomes: list[local.JobOutcome] = []
     spec = local.JobSpec(script=str(script), workers=2, directory=tmp_path / "job")
     thread = threading.Thread(target=lambda: outcomes.append(local.run(spec)))
     thread.start()

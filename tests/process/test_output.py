@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pliant.coordinator.status import Tally
+from pliant.coordinator.status import StatusTracker
 from pliant.core.journal import records as journal
 from pliant.environment import Job, environment_of, job_from
 from pliant.errors import UsageError
@@ -148,7 +148,7 @@ def round_record(number: int, samples: list[int], applied: bool = True) -> journ
 
 
 def test_the_status_follows_the_journal() -> None:
-    tally = Tally("job")
+    tally = StatusTracker("job")
     tally.plan(4, None)
     tally.add(journal.EraRecord(1, ["w0", "w1", "w2"]), 0.0)
     tally.add(journal.PhaseRecord(1, "train", 1, 80, 80, [4, 4, 4], [1, 1, 1], 0), 0.0)
@@ -173,7 +173,7 @@ def test_the_status_follows_the_journal() -> None:
 
 
 def test_an_evaluation_that_is_over_is_not_shown() -> None:
-    tally = Tally("job")
+    tally = StatusTracker("job")
     evaluation = journal.PhaseRecord(2, "evaluate", 0, 80, 80, [4], [1], 0)
     tally.add(journal.EraRecord(1, ["w0"]), 0.0)
     tally.add(journal.PhaseRecord(1, "train", 0, 80, 80, [4], [1], 0), 0.0)
@@ -188,7 +188,7 @@ def test_an_evaluation_that_is_over_is_not_shown() -> None:
 
 
 def test_who_is_in_the_journal_alone_is_not_on_its_way() -> None:
-    tally = Tally("job")
+    tally = StatusTracker("job")
     phase = journal.PhaseRecord(1, "train", 0, 80, 80, [4, 4], [1, 1], 0)
     tally.resume([journal.EraRecord(1, ["w0", "w1"]), phase, round_record(1, [6, 4])], 0.0)
     tally.describe("w1", "w1", "training", 0)
@@ -198,7 +198,7 @@ def test_who_is_in_the_journal_alone_is_not_on_its_way() -> None:
 def test_a_log_gets_plain_lines() -> None:
     out, err = io.StringIO(), io.StringIO()
     screen = progress.Terminal(out, err)
-    tally = Tally("job")
+    tally = StatusTracker("job")
     tally.add(journal.EraRecord(1, ["w0"]), 0.0)
     tally.add(journal.PhaseRecord(1, "train", 0, 8, 8, [4], [1], 0), 0.0)
     screen.progress(tally.status)

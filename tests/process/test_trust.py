@@ -47,7 +47,7 @@ def test_a_run_under_tls(launch: Launcher) -> None:
     assert made.wait() == 0 and "for trainer.example, localhost, 127.0.0.1" in made.output, made.output
     tls = ("--tls-cert", "certs/coordinator.pem", "--tls-key", "certs/coordinator.key", "--tls-ca", "certs/ca.pem")
     run = launch(MEMBER, workers=1, options=tls)
-    assert run.until("trains").endswith("trains Secured")
+    assert run.until("trains").endswith("trains SecureSocket")
     address = (run.directory / "job" / "address").read_text().strip()
     shown = launch.command("status", "--dir", "job")
     assert shown.wait() == 0 and "w0" in shown.output, shown.output
@@ -65,7 +65,7 @@ def test_a_run_under_tls(launch: Launcher) -> None:
     assert "refused GET /events from 127.0.0.1: it does not know the job token" in log
     join = ("run", "--join", address, "--token-file", "job/token", "-n", "1", "--dir", "guest")
     guest = launch.command(*join, "--tls-ca", "certs/ca.pem", "train.py")
-    assert guest.until("trains").endswith("trains Secured")
+    assert guest.until("trains").endswith("trains SecureSocket")
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 143, run.output
     assert guest.wait() == 143, guest.output

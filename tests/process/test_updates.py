@@ -172,10 +172,10 @@ def test_a_worker_that_is_late_does_not_run_the_code_after_the_loop(launch: Laun
     run = launch(
         """
         if Path("killed").exists() and SLOT == "w1":
-            from pliant.worker.elastic.catch_up import Takeover
+            from pliant.worker.elastic.catch_up import CatchUp
             def never(self, exchange):
                 Path("taking-over").touch()
-            Takeover.pursue = never
+            CatchUp.pursue = never
 
         def is_over(batch):
             return float(Path("taking-over").exists()) * len(batch[0]), len(batch[0])

@@ -18,16 +18,16 @@ import pliant.core.membership.eras
 from pliant.control.link import Link
 from pliant.core import ledger, regrouping
 from pliant.core.membership import admission, failed_formations, liveness, reachability, reports
-from pliant.core.membership.roster import Member, with_standing, worker_of
+from pliant.core.membership.roster import EraMember, with_standing, worker_of
 from pliant.core.regrouping import Entry
-from pliant.worker.draw import Bounds
-from pliant.worker.elastic.catch_up import Takeover
+from pliant.worker.draw import DrawLimits
+from pliant.worker.elastic.catch_up import CatchUp
 from pliant.worker.elastic.eras import Eras
-from pliant.worker.elastic.rendezvous import EraBroken, Evicted, Place
-from pliant.worker.in_flight import Work
-from pliant.worker.journal import Reporter
+from pliant.worker.elastic.rendezvous import EraBroken, Evicted, Rendezvous
+from pliant.worker.in_flight import Contributions
+from pliant.worker.journal import JournalReporter
 from pliant.worker.loop import Worker
-from pliant.worker.submit import HandingIn
+from pliant.worker.submit import Submission
 from pliant.worker.training import Training
 
 Patch = tuple[Any, str, Any]
@@ -92,16 +92,16 @@ def forget_positions() -> list[Patch]:
 
 def keep_dropped() -> list[Patch]:
     """A contribution whose sum failed is counted as still there."""
-    entry = Work.entry
+    entry = Contributions.entry
 
-    def kept(self: Work, *, active: bool) -> Entry:
+    def kept(self: Contributions, *, active: bool) -> Entry:
         true = entry(self, active=active)
         both = tuple(dropped + stays for dropped, stays in zip(true.dropped, true.kept, strict=True))
         if true.dropped and self.flight is not None:
             self.contribution.micro_batches += self.flight.drawn
         return replace(true, dropped=(0,) * len(both), kept=both)
 
-    return [(Work, "entry", kept)]
+    return [(Contributions, "entry", kept)]
 
 
 def early_newcomer() -> list[Patch]:
@@ -111,13 +111,13 @@ def early_newcomer() -> list[Patch]:
 
 def early_lines() -> list[Patch]:
     """Journal lines are told as soon as they are made."""
-    write = Reporter._write
+    write = JournalReporter._write
 
-    def at_once(self: Reporter, record: Any) -> None:
+    def at_once(self: JournalReporter, record: Any) -> None:
         write(self, record)
         self.confirmed()
 
-    return [(Reporter, "_write", at_once)]
+    return [(JournalReporter, "_write", at_once)]
 
 
 def early_eviction() -> list[Patch]:
@@ -133,9 +133,9 @@ def early_eviction() -> list[Patch]:
 
 def leaver_draws_on() -> list[Patch]:
     """A worker that has announced to leave goes on drawing."""
-    following = Bounds.next
+    following = DrawLimits.next
 
-    def draws(self: Bounds) -> Any:
+    def draws(self: DrawLimits) -> Any:
         eras = self._member.eras
         assert eras is not None
         leaving, eras.leaving = eras.leaving, False
@@ -144,19 +144,19 @@ def leaver_draws_on() -> list[Patch]:
         finally:
             eras.leaving = leaving
 
-    return [(Bounds, "next", draws)]
+    return [(DrawLimits, "next", draws)]
 
 
 def no_catching_up() -> list[Patch]:
     """A newcomer forgets the updates that were made while its tensors were on their way."""
-    return [(Takeover, "note", lambda self, *_, **__: None)]
+    return [(CatchUp, "note", lambda self, *_, **__: None)]
 
 
 def keep_every_round() -> list[Patch]:
     """A newcomer keeps the gradients of all rounds while its tensors are on their way."""
     return [
-        (Takeover, "_make_room", lambda self, *_: True),
-        (Takeover, "holds_up", lambda self, coming: False),
+        (CatchUp, "_make_room", lambda self, *_: True),
+        (CatchUp, "holds_up", lambda self, coming: False),
     ]
 
 
@@ -167,18 +167,18 @@ def update_while_copied() -> list[Patch]:
 
 def half_settled() -> list[Patch]:
     """A round is not applied when the hand-in of the next one fails."""
-    return [(HandingIn, "hand_in_or_remember", HandingIn.hand_in)]
+    return [(Submission, "hand_in_or_remember", Submission.hand_in)]
 
 
 def given_and_kept() -> list[Patch]:
     """A contribution whose era ends while its parts are being summed is kept for the next one as well."""
-    complete = HandingIn._complete_or_remember
+    complete = Submission._complete_or_remember
 
-    def completes(self: HandingIn, *, usable: bool) -> None:
+    def completes(self: Submission, *, usable: bool) -> None:
         if self._lookout.broken is None:
             complete(self, usable=usable)
 
-    return [(HandingIn, "_complete_or_remember", completes)]
+    return [(Submission, "_complete_or_remember", completes)]
 
 
 def forgotten_pledge() -> list[Patch]:
@@ -189,11 +189,11 @@ def forgotten_pledge() -> list[Patch]:
 def failed_plan_breaks() -> list[Patch]:
     """A plan whose group cannot be formed ends the era in force, and the newcomer is taken along for ever."""
 
-    def tell(self: Place, word: Any, error: Exception) -> None:
+    def tell(self: Rendezvous, word: Any, error: Exception) -> None:
         if word is self._planned:
             raise EraBroken("the group of the plan could not be formed")
 
-    return [(Place, "_tell_unformed", tell)]
+    return [(Rendezvous, "_tell_unformed", tell)]
 
 
 def nobody_left_out() -> list[Patch]:
@@ -208,13 +208,13 @@ def tried_at_once() -> list[Patch]:
 
 def forgets_weights() -> list[Patch]:
     """Who stops again before it was in an era says what its link tells: without the user's state it holds nothing."""
-    stop_again = Place._stop_again
+    stop_again = Rendezvous._stop_again
 
-    def forgetful(self: Place, era: int, failed: str = "") -> None:
+    def forgetful(self: Rendezvous, era: int, failed: str = "") -> None:
         self._said = None
         stop_again(self, era, failed)
 
-    return [(Place, "_stop_again", forgetful)]
+    return [(Rendezvous, "_stop_again", forgetful)]
 
 
 def link_knows_better() -> list[Patch]:
@@ -224,7 +224,7 @@ def link_knows_better() -> list[Patch]:
     def believed(state: Any, worker: Any, era: int, exchange: int, active: bool | None, now_s: float) -> Any:
         state = with_era_of(state, worker, era, exchange, active, now_s)
         now = worker_of(state, worker.name)
-        if now is None or active is None or not isinstance(now.standing, Member):
+        if now is None or active is None or not isinstance(now.standing, EraMember):
             return state
         return with_standing(state, now, replace(now.standing, active=active))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pliant.core.group_state import Group, Policy, founded
+from pliant.core.group_state import GroupState, Policy, founded
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.testing.clock import World
 from pliant.testing.invariants import Checker, Violation
@@ -24,7 +24,7 @@ class Rounds:
 
     def __init__(self) -> None:
         self.checker = Checker(World(0), reference=1, buffers=0)
-        self.group: Group = founded(Policy(2, watched=1), 1, ROSTER)
+        self.group: GroupState = founded(Policy(2, watched=1), 1, ROSTER)
 
     def pass_by(self, rounds: int, weights: tuple[int, ...], silent: frozenset[int] = frozenset()) -> None:
         """So many rounds, each followed by all; nobody is named."""

@@ -10,7 +10,7 @@ import pytest
 
 from pliant.core.journal import records as journal
 from pliant.core.journal.records import EraRecord, Record, RoundRecord, TicketLine
-from pliant.core.journal.trace import Bodies, Update, gaps, score
+from pliant.core.journal.trace import Bodies, TracedRound, gaps, score
 from pliant.errors import JournalError
 from pliant.testing.scenes import drawn
 from pliant.testing.simulation import Simulation
@@ -41,7 +41,9 @@ def test_every_micro_batch_is_computed_before_it_is_due(seed: int) -> None:
     written = score(history(seed))
     assert gaps(written) == []
     computed = sum(len(s.micro_batches) for item in written.items if isinstance(item, Bodies) for s in item.stretches)
-    summed = sum(len(part.micro_batches) for item in written.items if isinstance(item, Update) for part in item.parts)
+    summed = sum(
+        len(part.micro_batches) for item in written.items if isinstance(item, TracedRound) for part in item.parts
+    )
     assert computed >= summed > 0
 
 

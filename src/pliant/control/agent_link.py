@@ -24,7 +24,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMes
 
 from pliant import auth
 from pliant.control import tls
-from pliant.control.handshake import INCOMING_BYTES, WRONG_TOKEN, Door
+from pliant.control.handshake import INCOMING_BYTES, WRONG_TOKEN, Endpoint
 from pliant.control.messages import Enlist, Enlisted, FromAgent, Hold, Over, Refuse, ToAgent, decode_to_agent, encode
 from pliant.errors import Refused, RunEnded
 
@@ -66,7 +66,7 @@ class AgentLink:
 
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                connection = await _opened(Door(address, token, context))
+                connection = await _opened(Endpoint(address, token, context))
                 return await _enlisted(connection, address, enlist, wait_on)
         except TimeoutError as error:
             raise Unreachable(f"the coordinator at {address} did not answer within {timeout_s:g} s") from error
@@ -128,7 +128,7 @@ async def _enlisted(
         raise
 
 
-async def _opened(door: Door) -> ClientConnection:
+async def _opened(door: Endpoint) -> ClientConnection:
     """A connection on which both ends have proven that they know the token."""
     address = door.address
     stream = await _reached(address)
@@ -165,7 +165,7 @@ async def _opened(door: Door) -> ClientConnection:
     return connection
 
 
-async def _prove(connection: ClientConnection, door: Door) -> None:
+async def _prove(connection: ClientConnection, door: Endpoint) -> None:
     """The first frames: prove that one knows the token, and that the coordinator does."""
     mine = secrets.token_bytes(auth.NONCE_BYTES)
     try:

@@ -3,7 +3,7 @@
 Question  How do workers' and launchers' messages, people's wishes and metrics reach the coordinator's loop?
 Holds     Nothing is said to anybody who has not proven that it knows the job's token, and who has is shown that the
           coordinator knows it too; the token itself is never sent. A frame that is no message closes its connection. No
-          decision is made here: messages are handed to a ``Desk`` as they come.
+          decision is made here: messages are handed to a ``CoordinatorApi`` as they come.
 Source    ours; docs/protocol.md, docs/design/0011-trust.md.
 """
 
@@ -32,7 +32,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from pliant import auth
 from pliant.control.handshake import WRONG_TOKEN
-from pliant.control.limits import PROOF_S, Gate
+from pliant.control.limits import PROOF_S, ConnectionLimits
 from pliant.control.messages import (
     FromAgent,
     FromCoordinator,
@@ -99,7 +99,7 @@ class Draining(msgspec.Struct, frozen=True):
     worker: str
 
 
-class Peer:
+class WebSocketPeer:
     """One connection. ``send`` and ``close`` return at once; a task does the writing in order."""
 
     def __init__(self, number: int) -> None:
@@ -133,15 +133,15 @@ class Peer:
             await socket.close()
 
 
-class Desk(Protocol):
+class CoordinatorApi(Protocol):
     """Who the messages are for."""
 
-    def connected(self, peer: Peer) -> None: ...
-    def received(self, peer: Peer, message: FromWorker) -> None: ...
-    def closed(self, peer: Peer) -> None: ...
-    def agent_connected(self, peer: Peer) -> None: ...
-    def agent_received(self, peer: Peer, message: FromAgent) -> None: ...
-    def agent_closed(self, peer: Peer) -> None: ...
+    def connected(self, peer: WebSocketPeer) -> None: ...
+    def received(self, peer: WebSocketPeer, message: FromWorker) -> None: ...
+    def closed(self, peer: WebSocketPeer) -> None: ...
+    def agent_connected(self, peer: WebSocketPeer) -> None: ...
+    def agent_received(self, peer: WebSocketPeer, message: FromAgent) -> None: ...
+    def agent_closed(self, peer: WebSocketPeer) -> None: ...
 
     def status(self) -> bytes:
         """The run's status as JSON."""
@@ -171,12 +171,12 @@ class _Role(Generic[Message]):
     name: bytes
     frame_bytes: int
     decode: Callable[[bytes], Message]
-    connected: Callable[[Peer], None]
-    received: Callable[[Peer, Message], None]
-    closed: Callable[[Peer], None]
+    connected: Callable[[WebSocketPeer], None]
+    received: Callable[[WebSocketPeer, Message], None]
+    closed: Callable[[WebSocketPeer], None]
 
 
-def application(desk: Desk, token: str, gate: Gate) -> Starlette:
+def application(desk: CoordinatorApi, token: str, gate: ConnectionLimits) -> Starlette:
     """The ASGI application for one job."""
     numbers = itertools.count(1)
     nonces = Nonces()
@@ -188,10 +188,10 @@ def application(desk: Desk, token: str, gate: Gate) -> Starlette:
     )
 
     async def worker(socket: WebSocket) -> None:
-        await _serve(socket, token, gate, Peer(next(numbers)), workers)
+        await _serve(socket, token, gate, WebSocketPeer(next(numbers)), workers)
 
     async def agent(socket: WebSocket) -> None:
-        await _serve(socket, token, gate, Peer(next(numbers)), agents)
+        await _serve(socket, token, gate, WebSocketPeer(next(numbers)), agents)
 
     async def nonce(request: Request) -> Response:
         return PlainTextResponse(nonces.issued().hex())
@@ -286,7 +286,9 @@ class Nonces:
         return auth.proof(self._secret, b"nonce", content)[:16]
 
 
-async def _serve(socket: WebSocket, token: str, gate: Gate, peer: Peer, role: _Role[Message]) -> None:
+async def _serve(
+    socket: WebSocket, token: str, gate: ConnectionLimits, peer: WebSocketPeer, role: _Role[Message]
+) -> None:
     """One connection from its beginning to its end."""
     await socket.accept()
     try:
@@ -319,7 +321,7 @@ async def _serve(socket: WebSocket, token: str, gate: Gate, peer: Peer, role: _R
             await writing
 
 
-async def _is_proven(socket: WebSocket, token: str, gate: Gate, role: bytes) -> bool:
+async def _is_proven(socket: WebSocket, token: str, gate: ConnectionLimits, role: bytes) -> bool:
     """Challenge, answer, confirmation; a wrong answer closes the connection."""
     nonce = secrets.token_bytes(auth.NONCE_BYTES)
     await socket.send_bytes(auth.challenge(nonce))
@@ -386,7 +388,7 @@ def _bears(request: Request, token: str) -> bool:
 class _Figures(Collector):
     """The desk's numbers in the form Prometheus asks for."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: CoordinatorApi) -> None:
         self._desk = desk
 
     def collect(self) -> Iterable[Metric]:

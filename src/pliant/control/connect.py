@@ -19,7 +19,7 @@ from websockets.sync.client import connect as open_websocket
 
 from pliant import auth
 from pliant.control import tls
-from pliant.control.handshake import INCOMING_BYTES, WRONG_TOKEN, Door
+from pliant.control.handshake import INCOMING_BYTES, WRONG_TOKEN, Endpoint
 from pliant.errors import Refused, RunEnded
 
 CONNECT_S = 10.0
@@ -29,7 +29,7 @@ FAREWELL_S = 2.0
 """How long a worker waits at its end for the coordinator to take the last messages."""
 
 
-def opened(door: Door) -> ClientConnection:
+def opened(door: Endpoint) -> ClientConnection:
     """A connection on which both ends have proven that they know the token."""
     stream = _reached(door)
     try:
@@ -57,7 +57,7 @@ def opened(door: Door) -> ClientConnection:
     return connection
 
 
-def _reached(door: Door) -> Any:
+def _reached(door: Endpoint) -> Any:
     try:
         stream = socket.create_connection(door.place, timeout=CONNECT_S)
     except (OSError, ValueError, OverflowError) as error:
@@ -67,7 +67,7 @@ def _reached(door: Door) -> Any:
     if door.context is None:
         stream.settimeout(None)
         return stream
-    secured = tls.Secured(stream, door.context, door.place[0])
+    secured = tls.SecureSocket(stream, door.context, door.place[0])
     try:
         secured.shake_hands()
     except ssl.SSLError as error:
@@ -80,7 +80,7 @@ def _reached(door: Door) -> Any:
     return secured
 
 
-def _prove(connection: ClientConnection, door: Door) -> None:
+def _prove(connection: ClientConnection, door: Endpoint) -> None:
     """The first frames: prove that one knows the token, and that the coordinator does."""
     stranger = RunEnded(f"what answers at {door.address} is no Pliant coordinator of this version")
     mine = secrets.token_bytes(auth.NONCE_BYTES)

@@ -37,7 +37,7 @@ def check_brackets(address: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Endpoint:
     """Where the coordinator is, and what opens it; with a ``context`` it speaks TLS."""
 
     address: str

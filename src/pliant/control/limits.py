@@ -51,7 +51,7 @@ class _Bucket:
     """wrong proofs since the last line in the log"""
 
 
-class Gate:
+class ConnectionLimits:
     """Counts connections and wrong proofs. For one thread."""
 
     def __init__(self, log: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:

@@ -20,7 +20,7 @@ FRAME_BYTES = 1 << 20
 """Journal records are put into frames of about this size; the server closes on one above 16 MiB."""
 
 
-class Keeping:
+class LineBuffer:
     """Used by the main loop and by the sender's thread; the mailbox knows how many lines are on disk."""
 
     def __init__(self, mailbox: Mailbox) -> None:

@@ -26,8 +26,8 @@ from websockets.sync.client import ClientConnection
 
 from pliant.control import connect as opening
 from pliant.control.connect import CONNECT_S, FAREWELL_S
-from pliant.control.handshake import Door
-from pliant.control.line_buffer import Keeping
+from pliant.control.handshake import Endpoint
+from pliant.control.line_buffer import LineBuffer
 from pliant.control.mailbox import Mailbox
 from pliant.control.messages import (
     Again,
@@ -86,7 +86,7 @@ class Position:
 class Link:
     """One worker's line to the coordinator. Made by ``connect``; not for use in forked children."""
 
-    def __init__(self, connection: ClientConnection, door: Door, slot: str, version: str) -> None:
+    def __init__(self, connection: ClientConnection, door: Endpoint, slot: str, version: str) -> None:
         self.connection = connection
         self._door, self._address, self._slot, self._version = door, door.address, slot, version
         self._held_s = float("-inf")
@@ -98,7 +98,7 @@ class Link:
         """what a coordinator that has not heard it yet must be told"""
         self._puts: list[Put] = []
         """keys of the last group that was formed, or is being formed: some may have been lost with a connection"""
-        self._lines = Keeping(self.mailbox)
+        self._lines = LineBuffer(self.mailbox)
         self.sends_lines = False
         self._asked = False
         """for lines, whoever usually sends them"""
@@ -118,7 +118,7 @@ class Link:
 
         With a ``context`` under TLS.
         """
-        door = Door(address, token, context)
+        door = Endpoint(address, token, context)
         connection = opening.opened(door)
         try:
             return cls(connection, door, slot, version)

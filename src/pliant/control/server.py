@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from pliant.control.limits import PROOF_S, Gate
+from pliant.control.limits import PROOF_S, ConnectionLimits
 
 UNPROVEN_FRAME_BYTES = 256
 """A proof has 64."""
@@ -35,10 +35,10 @@ ADMITTED = "pliant.admitted"
 _TLS_HELLO = 0x16
 
 
-class Settings(uvicorn.Config):
+class ServerSettings(uvicorn.Config):
     """uvicorn's, and the gate for its protocols."""
 
-    def __init__(self, app: Starlette, gate: Gate) -> None:
+    def __init__(self, app: Starlette, gate: ConnectionLimits) -> None:
         super().__init__(
             app,
             http=_Http,
@@ -63,8 +63,8 @@ class Settings(uvicorn.Config):
 class Server(uvicorn.Server):
     """Serves an application in the caller's event loop and leaves signals to the caller."""
 
-    def __init__(self, app: Starlette, gate: Gate, tls: ssl.SSLContext | None = None) -> None:
-        super().__init__(Settings(app, gate))
+    def __init__(self, app: Starlette, gate: ConnectionLimits, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(ServerSettings(app, gate))
         self._tls = tls
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -98,7 +98,7 @@ class _Http(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._gate = cast(Settings, self.config).gate
+        self._gate = cast(ServerSettings, self.config).gate
         self._address = self.client[0] if self.client else "an unknown address"
         if self._gate.opened(transport, self._address):
             self.loop.call_later(PROOF_S, self._gate.expire, transport)
@@ -123,11 +123,11 @@ class _WebSocket(WebSocketsSansIOProtocol):
             cast(Any, self.scope)["extensions"][ADMITTED] = self._admitted
 
     def connection_lost(self, exc: Exception | None) -> None:
-        cast(Settings, self.config).gate.closed(self.transport)
+        cast(ServerSettings, self.config).gate.closed(self.transport)
         super().connection_lost(exc)
 
     def _admitted(self, frame_bytes: int) -> None:
-        cast(Settings, self.config).gate.proven(self.transport)
+        cast(ServerSettings, self.config).gate.proven(self.transport)
         # The first name is that of websockets 15 and later.
         for name in ("max_message_size", "max_size"):
             if hasattr(self.conn, name):

@@ -3,7 +3,7 @@
 Question  How is the control channel encrypted when a certificate is given, and what is said when it does not fit?
 Holds     TLS 1.3 only. Who connects checks the certificate against the job's own authority and the host it asked for;
           who is connected to asks for the token, never for a certificate. Whatever is wrong with a certificate is a
-          ``PliantError`` with one line. A ``Secured`` socket may be read by one thread and written by another.
+          ``PliantError`` with one line. A ``SecureSocket`` socket may be read by one thread and written by another.
 Source    ours; docs/design/0011-trust.md. Codes: X509_verify_cert_error_string(3).
 """
 
@@ -124,7 +124,7 @@ def wants_tls(address: str) -> Refused:
     return Refused(f"the coordinator at {address} speaks TLS only; give the ca.pem of its run with --tls-ca")
 
 
-class Secured:
+class SecureSocket:
     """A connected socket under TLS, in the form that the WebSocket library needs of one.
 
     The ``ssl`` module's own sockets must not be used by two threads at once, which the library does. Here every use of

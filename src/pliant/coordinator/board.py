@@ -1,8 +1,8 @@
 """What people and monitors can read about a run.
 
 Question  How is the run getting on, and what was notable about it?
-Holds     Figures are the journal's (``Tally``) and the roster's; nothing is decided here. Notes are printable, and the
-          last ones are kept.
+Holds     Figures are the journal's (``StatusTracker``) and the roster's; nothing is decided here. Notes are printable,
+          and the last ones are kept.
 Source    ours.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Mapping
 import msgspec
 
 from pliant.coordinator import convert
-from pliant.coordinator.journal_summary import Account
-from pliant.coordinator.status import Status, Tally
+from pliant.coordinator.journal_summary import JournalSummary
+from pliant.coordinator.status import Status, StatusTracker
 from pliant.core.journal import records as journal
 from pliant.core.membership import failed_formations, roster
 from pliant.core.membership.events import Note
@@ -30,7 +30,7 @@ CHANGE_LENGTH = 200
 """Characters of a reason in the journal."""
 
 
-class Happening(msgspec.Struct, frozen=True):
+class RunEvent(msgspec.Struct, frozen=True):
     """One notable event of a run, for people and programs."""
 
     unix_s: float
@@ -39,18 +39,18 @@ class Happening(msgspec.Struct, frozen=True):
     text: str
 
 
-class Bulletin:
+class StatusBoard:
     """Kept by the coordinator, for whoever asks. ``unix_offset_s`` makes its clock's time that of a calendar."""
 
-    def __init__(self, account: Account, unix_offset_s: float) -> None:
+    def __init__(self, account: JournalSummary, unix_offset_s: float) -> None:
         self._account = account
         self._unix_offset_s = unix_offset_s
-        self._happenings: deque[Happening] = deque(maxlen=EVENTS_KEPT)
+        self._happenings: deque[RunEvent] = deque(maxlen=EVENTS_KEPT)
         self._changes: deque[journal.ChangeLine] = deque(maxlen=CHANGES_KEPT)
         """of workers, since the last era"""
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> StatusTracker:
         """The journal's figures."""
         return self._account.tally
 
@@ -93,7 +93,7 @@ class Bulletin:
         """Keep a notable event; its text as a terminal may show it."""
         text = convert.printable(note.text)
         unix_s = now_s + self._unix_offset_s
-        self._happenings.append(Happening(unix_s, note.kind, note.worker, text))
+        self._happenings.append(RunEvent(unix_s, note.kind, note.worker, text))
         if note.worker:
             self._changes.append(journal.ChangeLine(unix_s, note.kind, note.worker, text[:CHANGE_LENGTH]))
         return text

@@ -33,23 +33,23 @@ def last_name(slot: members.Slot) -> str:
     return slot.name if slot.names <= 1 else f"{slot.name}.{slot.names}"
 
 
-def word(slot: members.Slot, worker: members.Worker | None, *, unreachable: bool = False) -> str:
+def word(slot: members.Slot, worker: members.SlotWorker | None, *, unreachable: bool = False) -> str:
     """What a slot's worker is doing, in one word; ``unreachable``: no group can be formed with it."""
     if worker is not None:
         match worker.line, worker.standing:
-            case members.Cut(), _:
+            case members.Disconnected(), _:
                 return "lost"
-            case _, members.Member(leaving=None):
+            case _, members.EraMember(leaving=None):
                 return "unreachable" if unreachable else "training"
-            case _, (members.Member() | members.Departing()):
+            case _, (members.EraMember() | members.Departing()):
                 return "leaving"
             case _, (members.Greeted() | members.Waiting()):
                 return "unreachable" if unreachable else "waiting"
-    if slot.fate is members.Fate.FINISHED:
+    if slot.fate is members.SlotOutcome.FINISHED:
         return "finished"
-    if slot.fate is members.Fate.LEFT:
+    if slot.fate is members.SlotOutcome.LEFT:
         return "left"
-    if slot.fate is members.Fate.GIVEN_UP:
+    if slot.fate is members.SlotOutcome.GIVEN_UP:
         return "failed"
     match slot.process:
         case members.Alive(greeted=False):
@@ -58,9 +58,9 @@ def word(slot: members.Slot, worker: members.Worker | None, *, unreachable: bool
             return f"busy: {slot.away.busy}" if slot.away.busy else "left out"
         case members.Alive():
             return "lost"
-        case members.Exited(restart_s=float()):
+        case members.EndedProcess(restart_s=float()):
             return "restarting"
-        case members.Ending() | members.Exited():
+        case members.Ending() | members.EndedProcess():
             return "ended"
 
 
@@ -113,12 +113,12 @@ def event(worker: WorkerId, message: messages.FromWorker, calls: Sequence[MadeCa
             assert_never(message)
 
 
-def beat(worker: WorkerId, m: messages.Beat) -> events.Beaten:
+def beat(worker: WorkerId, m: messages.Beat) -> events.Heartbeat:
     """A sign of life. Times are a worker's own word: what is no number counts as nothing."""
     lasts_s, expected_s, pace, handoff_s = (
         value if 0.0 <= value < math.inf else 0.0 for value in (m.lasts_s, m.expected_s, m.pace, m.handoff_s)
     )
-    return events.Beaten(
+    return events.Heartbeat(
         worker,
         m.round,
         m.progress,
@@ -145,7 +145,7 @@ def _seconds(ready: messages.Ready, name: str, least_s: float) -> float | None:
     return given_s if given_s >= least_s else None
 
 
-def _offer(worker: WorkerId, ready: messages.Ready, calls: Sequence[MadeCall]) -> events.Offered:
+def _offer(worker: WorkerId, ready: messages.Ready, calls: Sequence[MadeCall]) -> events.JoinRequested:
     length: int | None = None
     recorded: int | None = None
     call = ready.call
@@ -154,7 +154,9 @@ def _offer(worker: WorkerId, ready: messages.Ready, calls: Sequence[MadeCall]) -
         length, recorded = call.length, calls[call.place].length
     dead_after_s = _seconds(ready, "dead_after", LEAST_DEAD_AFTER_S)
     hung_after_s = _seconds(ready, "hung_after", LEAST_DEAD_AFTER_S)
-    return events.Offered(worker, terms(ready.signature), ready.address, dead_after_s, hung_after_s, length, recorded)
+    return events.JoinRequested(
+        worker, terms(ready.signature), ready.address, dead_after_s, hung_after_s, length, recorded
+    )
 
 
 def arrival(peer: int, hello: messages.Hello) -> events.Arrived:

@@ -2,7 +2,7 @@
 
 Question  An event comes in, ``core.membership.advance`` decides: how are the effects carried out?
 Holds     One method takes one event; the clock is passed in. All decisions are ``core.membership.advance``'s. Who is at
-          which connection is ``Connections``', what is on disk ``Recorder``'s, what people can read ``Bulletin``'s.
+          which connection is ``Connections``', what is on disk ``Recorder``'s, what people can read ``StatusBoard``'s.
 Source    ours; docs/protocol.md, docs/design/0007-elastic.md.
 """
 
@@ -15,14 +15,14 @@ from msgspec.structs import replace
 
 from pliant.control import messages
 from pliant.coordinator import convert, state_file
-from pliant.coordinator.board import Bulletin
+from pliant.coordinator.board import StatusBoard
 from pliant.coordinator.connections import Connections, Peer
 from pliant.coordinator.journal import go_back
-from pliant.coordinator.journal_summary import Account
-from pliant.coordinator.recorder import AGAIN_AFTER_S, Journal, Recorder
-from pliant.coordinator.run_spec import Charter, checkpoints, inherited
+from pliant.coordinator.journal_summary import JournalSummary
+from pliant.coordinator.recorder import AGAIN_AFTER_S, JournalSink, Recorder
+from pliant.coordinator.run_spec import RunSpec, checkpoints, inherited
 from pliant.coordinator.status import Status
-from pliant.coordinator.store_relay import Formation
+from pliant.coordinator.store_relay import StoreRelay
 from pliant.core.journal import records as journal
 from pliant.core.membership import advance, events, processes
 from pliant.core.membership import roster as members
@@ -53,17 +53,18 @@ END_PATIENCE_S = 60.0
 
 
 class Coordinator:
-    """Feeds ``core.membership.advance`` and carries out what it decides. It is the ``Desk`` of ``control.app``."""
+    """Feeds ``core.membership.advance`` and carries out what it decides. It is the ``CoordinatorApi`` of
+    ``control.app``."""
 
     def __init__(
         self,
-        charter: Charter,
-        journal_file: Journal,
+        charter: RunSpec,
+        journal_file: JournalSink,
         clock: Callable[[], float],
         started_unix_s: float,
         *,
         term: int = 1,
-        account: Account | None = None,
+        account: JournalSummary | None = None,
         rewind: bool = False,
     ) -> None:
         now_s = clock()
@@ -71,17 +72,17 @@ class Coordinator:
         self.end: events.Ended | None = None
         """how the run ended; None while it goes on"""
         self._clock = clock
-        self._account = account or Account(charter.job, term)
+        self._account = account or JournalSummary(charter.job, term)
         """what is written, or waits to be"""
-        self._bulletin = Bulletin(self._account, started_unix_s - now_s)
+        self._bulletin = StatusBoard(self._account, started_unix_s - now_s)
         self._recorder = Recorder(journal_file, now_s, self._account.written)
         self._workers = Connections[WorkerId]()
         self._agents = Connections[events.AgentId]()
-        self._formation = Formation(self._workers)
+        self._formation = StoreRelay(self._workers)
         self._ending: tuple[events.Ended, float] | None = None
         """the end that waits for the journal, and until when"""
         self._shown_s = now_s
-        self._beats: list[tuple[events.Beaten, float]] = []
+        self._beats: list[tuple[events.Heartbeat, float]] = []
         """signs of life since the last event: they are taken together with the next one, a tick at the latest"""
         self._kept_s, self._keeping_s = now_s - KEEP_EVERY_S, 0.0
         """when the state file was written, and how long that took"""
@@ -101,9 +102,9 @@ class Coordinator:
     @classmethod
     def resumed(
         cls,
-        charter: Charter,
-        journal_file: Journal,
-        account: Account,
+        charter: RunSpec,
+        journal_file: JournalSink,
+        account: JournalSummary,
         term: int,
         clock: Callable[[], float],
         started_unix_s: float,
@@ -176,7 +177,7 @@ class Coordinator:
             case messages.Interrupted(signal=signal) if agent is not None:
                 self.handle(events.Interrupted(agent, signal), now_s)
             case messages.Noticed() if agent is not None:
-                self.handle(events.Noticed(agent), now_s)
+                self.handle(events.PreemptionNotice(agent), now_s)
             case _:
                 # Nobody has introduced it.
                 pass
@@ -403,7 +404,7 @@ class Coordinator:
         """How far the script means to go. A newcomer may be refused: it is believed only where nobody has said so."""
         known = self._bulletin.tally.status
         newcomer = members.worker_of(self._state, worker)
-        is_member = newcomer is not None and isinstance(newcomer.standing, members.Member)
+        is_member = newcomer is not None and isinstance(newcomer.standing, members.EraMember)
         if is_member or (known.epochs is None and known.samples_planned is None):
             self._bulletin.tally.plan(epochs, samples)
 

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from pliant.coordinator.journal_summary import Account, Saved, accounted
+from pliant.coordinator.journal_summary import JournalSummary, SavedSummary, accounted
 from pliant.coordinator.state_file import STATE, StateFile, Storage, decoded
 from pliant.core.journal import records as journal
-from pliant.core.journal.records import BEGINNING, Place
+from pliant.core.journal.records import BEGINNING, JournalPosition
 from pliant.errors import JournalError, UsageError
 
 _TAIL = 11
@@ -56,7 +56,7 @@ class JournalFile:
     @classmethod
     def reopened(
         cls, path: Path, *, ended: bool = False, state: Storage | None = None, run: Run = at_once
-    ) -> tuple[JournalFile, Account]:
+    ) -> tuple[JournalFile, JournalSummary]:
         """The journal of a lost coordinator, without a torn last line, and what it comes to.
 
         ``ended``: also that of a run which is over.
@@ -76,14 +76,14 @@ class JournalFile:
         return reopened, account
 
     @classmethod
-    def looked_at(cls, path: Path) -> Account:
+    def looked_at(cls, path: Path) -> JournalSummary:
         """What a journal comes to, that somebody else may be writing."""
         looking = cls.__new__(cls)
         looking._path, looking._state = path, StateFile(path.with_name(STATE))
         looking.place, looking.was_read = BEGINNING, 0
         return looking._accounted()
 
-    def _accounted(self) -> Account:
+    def _accounted(self) -> JournalSummary:
         """What the journal comes to: from the state file on, or from the beginning."""
         try:
             with self._path.open("rb", buffering=1 << 20) as file:
@@ -92,8 +92,8 @@ class JournalFile:
                     file.seek(0)
                     rewinds = journal.rewinds_in(whole_lines(file))
                     judged = ((record, counts) for _, record, counts in journal.judged(self._read(file), rewinds))
-                    return accounted(judged, Account(""))
-                account = Account.restored(saved, "", 1)
+                    return accounted(judged, JournalSummary(""))
+                account = JournalSummary.restored(saved, "", 1)
                 self.place = saved.place
                 for record in self._read(file):
                     if isinstance(record, journal.RewindRecord):
@@ -133,7 +133,7 @@ class JournalFile:
             raise
         self.place = place
 
-    def since(self, place: Place) -> Iterator[journal.Record]:
+    def since(self, place: JournalPosition) -> Iterator[journal.Record]:
         """The records from a place on, as far as they are written."""
         with self._path.open("rb", buffering=1 << 20) as file:
             file.seek(place.size)
@@ -192,7 +192,7 @@ class JournalFile:
         self._run(self._file.close)
 
 
-def _fits(saved: Saved, file: BinaryIO) -> bool:
+def _fits(saved: SavedSummary, file: BinaryIO) -> bool:
     """Whether the state is of this journal: the line before its place has the checksum that it names."""
     place = saved.place
     if place.size < _TAIL or file.seek(0, os.SEEK_END) < place.size:
@@ -201,7 +201,9 @@ def _fits(saved: Saved, file: BinaryIO) -> bool:
     return file.read(_TAIL) == b'%08x"}\n' % place.chain
 
 
-def go_back(account: Account, record: journal.RewindRecord, since: Callable[[Place], Iterator[journal.Record]]) -> None:
+def go_back(
+    account: JournalSummary, record: journal.RewindRecord, since: Callable[[JournalPosition], Iterator[journal.Record]]
+) -> None:
     """Take from the account what came after the checkpoint."""
     base = account.base(record.records)
     if base is not None and account.go_back(record, since(base)):
@@ -227,7 +229,7 @@ def history(path: Path) -> Iterator[journal.Record]:
             yield record
 
 
-class Numbered:
+class NumberedRecords:
     """Puts numbered records in order: each once, none before its predecessors."""
 
     def __init__(self, written: int = 0) -> None:

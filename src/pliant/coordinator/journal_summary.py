@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from pliant.coordinator.status import Figures, Tally
+from pliant.coordinator.status import StatusTracker, TrackerState
 from pliant.core.journal import records as journal
-from pliant.core.journal.records import Place
+from pliant.core.journal.records import JournalPosition
 from pliant.core.membership.roster import CHECKPOINTS_KEPT
 
 VERSION = 1
@@ -26,17 +26,17 @@ BOOKMARKS = 64
 class Bookmark(msgspec.Struct, frozen=True):
     """A place in the journal, and what the figures were there."""
 
-    place: Place
+    place: JournalPosition
     written: int
     figures: str
-    """``Figures`` as JSON: most are never read again"""
+    """``TrackerState`` as JSON: most are never read again"""
 
 
-class Saved(msgspec.Struct):
+class SavedSummary(msgspec.Struct):
     """An account as it is kept in a file."""
 
-    place: Place
-    figures: Figures
+    place: JournalPosition
+    figures: TrackerState
     written: int
     last_round: int
     era: int
@@ -52,11 +52,11 @@ class Saved(msgspec.Struct):
     missing_why: str = ""
 
 
-class Account:
+class JournalSummary:
     """Of one journal."""
 
     def __init__(self, job: str, term: int = 1) -> None:
-        self.tally = Tally(job, term)
+        self.tally = StatusTracker(job, term)
         self.written = 0
         """records of the workers, missing ones included; also the number of the next one"""
         self.missing = 0
@@ -117,7 +117,7 @@ class Account:
 
     # going back
 
-    def bookmark(self, place: Place) -> None:
+    def bookmark(self, place: JournalPosition) -> None:
         """Everything up to this place is taken in and on disk."""
         if self._bookmarks and self._bookmarks[-1].place == place:
             return
@@ -131,7 +131,7 @@ class Account:
     def _before(self, records: int) -> Bookmark | None:
         return next((mark for mark in reversed(self._bookmarks) if mark.written <= records), None)
 
-    def base(self, records: int) -> Place | None:
+    def base(self, records: int) -> JournalPosition | None:
         """From where the journal has to be read to count the figures after so many records of the workers."""
         mark = self._before(records)
         return mark.place if mark is not None else None
@@ -144,7 +144,7 @@ class Account:
         mark = self._before(record.records)
         if mark is None or since is None:
             return False
-        tally = Tally.restored(msgspec.json.decode(mark.figures, type=Figures))
+        tally = StatusTracker.restored(msgspec.json.decode(mark.figures, type=TrackerState))
         number = mark.written
         for each in since:
             if number >= record.records:
@@ -159,12 +159,12 @@ class Account:
 
     def recount(self, record: journal.RewindRecord, history: Iterable[journal.Record]) -> None:
         """The same from the beginning; ``history`` are the records before it that count once it has gone back."""
-        tally = Tally(self.tally.status.job, self.tally.status.term)
+        tally = StatusTracker(self.tally.status.job, self.tally.status.term)
         tally.resume(history, None)
         self._bookmarks = []
         self._went_back(record.records, tally)
 
-    def _went_back(self, records: int, tally: Tally) -> None:
+    def _went_back(self, records: int, tally: StatusTracker) -> None:
         tally.plan(self.tally.status.epochs, self.tally.status.samples_planned)
         self.tally = tally
         self._bookmarks = [mark for mark in self._bookmarks if mark.written <= records]
@@ -173,10 +173,10 @@ class Account:
 
     # keeping
 
-    def saved(self, place: Place) -> Saved:
+    def saved(self, place: JournalPosition) -> SavedSummary:
         """What is kept of it at this place."""
         needed = {mark.written: mark for _, records in self.checkpoints if (mark := self._before(records)) is not None}
-        return Saved(
+        return SavedSummary(
             place,
             self.tally.figures(),
             self.written,
@@ -193,10 +193,10 @@ class Account:
         )
 
     @classmethod
-    def restored(cls, saved: Saved, job: str, term: int) -> Account:
+    def restored(cls, saved: SavedSummary, job: str, term: int) -> JournalSummary:
         """What was kept, for the coordinator of another term."""
         account = cls(job, term)
-        account.tally = Tally.restored(saved.figures)
+        account.tally = StatusTracker.restored(saved.figures)
         account.tally.status.job, account.tally.status.term = job, term
         account.written, account.last_round, account.missing = saved.written, saved.last_round, saved.missing
         account.era, account.roster, account.rewinds = saved.era, saved.roster, saved.rewinds
@@ -205,7 +205,7 @@ class Account:
         return account
 
 
-def accounted(records: Iterable[tuple[journal.Record, bool]], account: Account) -> Account:
+def accounted(records: Iterable[tuple[journal.Record, bool]], account: JournalSummary) -> JournalSummary:
     """The account after these records, each with whether it counts."""
     for record, counts in records:
         if counts:
@@ -215,11 +215,11 @@ def accounted(records: Iterable[tuple[journal.Record, bool]], account: Account) 
     return account
 
 
-def account_of(records: list[journal.Record], job: str = "job", term: int = 1) -> Account:
+def account_of(records: list[journal.Record], job: str = "job", term: int = 1) -> JournalSummary:
     """Of a whole journal in memory."""
     rewinds = [(place, each.records) for place, each in enumerate(records) if isinstance(each, journal.RewindRecord)]
     judged = ((record, counts) for _, record, counts in journal.judged(records, rewinds))
-    return accounted(judged, Account(job, term))
+    return accounted(judged, JournalSummary(job, term))
 
 
 def round_number(record: journal.Record) -> int:

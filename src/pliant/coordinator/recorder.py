@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from pliant.control import messages
-from pliant.coordinator.journal import Numbered
+from pliant.coordinator.journal import NumberedRecords
 from pliant.core.journal import records as journal
-from pliant.core.journal.records import FROM_WORKERS, Place
+from pliant.core.journal.records import FROM_WORKERS, JournalPosition
 from pliant.core.membership.events import Note
 from pliant.errors import JournalError
 
@@ -39,13 +39,13 @@ EARLY_BYTES = 64 << 20
 """Of journal records that wait for their predecessors; whoever sends them keeps and repeats what is not written."""
 
 
-class Journal(Protocol):
+class JournalSink(Protocol):
     """Where records are appended: a ``JournalFile``, or a list in a simulation."""
 
     @property
-    def place(self) -> Place: ...
+    def place(self) -> JournalPosition: ...
     def append(self, records: list[journal.Record]) -> None: ...
-    def since(self, place: Place) -> Iterator[journal.Record]: ...
+    def since(self, place: JournalPosition) -> Iterator[journal.Record]: ...
     def sync(self, done: Callable[[bool], None], *, wait: bool = False) -> None: ...
     def keep(self, content: bytes) -> None: ...
     def mend(self) -> bool: ...
@@ -55,9 +55,9 @@ class Journal(Protocol):
 class Recorder:
     """Takes records in and hands them to the disk. ``written`` of the workers a lost coordinator has written."""
 
-    def __init__(self, journal_file: Journal, now_s: float, written: int = 0) -> None:
+    def __init__(self, journal_file: JournalSink, now_s: float, written: int = 0) -> None:
         self._journal = journal_file
-        self._lines = Numbered(written)
+        self._lines = NumberedRecords(written)
         self._durable = 0
         """records of the workers that survive a power cut: a lost coordinator may not have waited for that"""
         self._syncing = False
@@ -126,7 +126,7 @@ class Recorder:
 
     def forget_early(self) -> None:
         """What lost workers had still to say is void."""
-        self._lines, self._saved = Numbered(self._lines.written), []
+        self._lines, self._saved = NumberedRecords(self._lines.written), []
         self._gap_since_s, self._asked = None, False
 
     # the disk
@@ -185,7 +185,7 @@ class Recorder:
         return Note("journal", "the run directory was lost; it is made again, and nothing is missing in the journal")
 
     @property
-    def place(self) -> Place:
+    def place(self) -> JournalPosition:
         """Behind what the disk has taken."""
         return self._journal.place
 
@@ -193,7 +193,7 @@ class Recorder:
         """Write the state file."""
         self._journal.keep(content)
 
-    def since(self, place: Place) -> Iterator[journal.Record]:
+    def since(self, place: JournalPosition) -> Iterator[journal.Record]:
         """Records on disk."""
         return self._journal.since(place)
 

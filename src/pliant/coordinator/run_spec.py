@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from pliant.coordinator.journal_summary import Account
+from pliant.coordinator.journal_summary import JournalSummary
 from pliant.core.journal import records as journal
 from pliant.core.membership import advance
 from pliant.core.membership import roster as members
@@ -20,7 +20,7 @@ from pliant.types import WorkerId
 
 
 @dataclass(frozen=True, slots=True)
-class Charter:
+class RunSpec:
     """What is fixed for a run before it starts. ``workers`` is how many its launcher begins with."""
 
     job: str
@@ -47,7 +47,7 @@ class Charter:
 
 
 @dataclass(frozen=True, slots=True)
-class Legacy:
+class Recovered:
     """What a lost coordinator leaves."""
 
     state: members.Roster
@@ -55,7 +55,7 @@ class Legacy:
     """it died while it said goodbye"""
 
 
-def inherited(charter: Charter, account: Account, term: int, now_s: float, *, rewind: bool = False) -> Legacy:
+def inherited(charter: RunSpec, account: JournalSummary, term: int, now_s: float, *, rewind: bool = False) -> Recovered:
     """What a journal leaves to the coordinator of this term; ``rewind``: nobody else is left either."""
     names = [WorkerId(name) for name in account.roster]
     # What is written was settled: nobody may begin anew.
@@ -63,14 +63,14 @@ def inherited(charter: Charter, account: Account, term: int, now_s: float, *, re
     state = advance.resumed(charter.rules, term, charter.dead_after_s, now_s, account.era, names, settled)
     state = replace(state, checkpoints=checkpoints(account), rewinds=account.rewinds)
     if rewind:
-        return Legacy(advance.rewound(state))
+        return Recovered(advance.rewound(state))
     end = account.end
     if end is not None:
         state = advance.ended(state, end.reason, completed=end.completed, exit_status=end.exit_status)
-        return Legacy(state, Ended(end.reason, end.completed, end.exit_status))
-    return Legacy(advance.finishing(state, now_s) if account.finishing else state)
+        return Recovered(state, Ended(end.reason, end.completed, end.exit_status))
+    return Recovered(advance.finishing(state, now_s) if account.finishing else state)
 
 
-def checkpoints(account: Account) -> tuple[str, ...]:
+def checkpoints(account: JournalSummary) -> tuple[str, ...]:
     """The names of those that exist, newest first."""
     return tuple(name for name, _ in account.checkpoints)

@@ -24,13 +24,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pliant.control.app import application
-from pliant.control.limits import Gate
+from pliant.control.limits import ConnectionLimits
 from pliant.control.server import Server
 from pliant.coordinator.coordinator import Coordinator
 from pliant.coordinator.journal import JournalFile
-from pliant.coordinator.journal_summary import Account
-from pliant.coordinator.run_spec import Charter
-from pliant.coordinator.waiting_room import Antechamber
+from pliant.coordinator.journal_summary import JournalSummary
+from pliant.coordinator.run_spec import RunSpec
+from pliant.coordinator.waiting_room import WaitingRoom
 from pliant.core.journal import records as journal
 from pliant.core.membership import events
 from pliant.errors import UsageError
@@ -54,7 +54,7 @@ JOURNAL, TERM, LOCK = "journal.jsonl", "term", "lock"
 
 
 async def serve(
-    charter: Charter,
+    charter: RunSpec,
     directory: Path,
     listener: socket.socket,
     token: str,
@@ -72,8 +72,8 @@ async def serve(
     of a coordinator that is known to have been there, whatever the directory says.
     """
     with _Lock(directory) as lock, contextlib.ExitStack() as stack:
-        gate = Gate(_logged)
-        hall = Antechamber()
+        gate = ConnectionLimits(_logged)
+        hall = WaitingRoom()
         server = Server(application(hall, token, gate), gate, tls)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         terminated = asyncio.Event()
@@ -93,7 +93,7 @@ async def serve(
 
 
 async def _begun(
-    charter: Charter,
+    charter: RunSpec,
     directory: Path,
     resume: bool,
     repeat: bool,
@@ -127,7 +127,7 @@ async def _begun(
 
 
 def _coordinator(
-    charter: Charter, directory: Path, resume: bool, repeat: bool, rewind: bool = False, least_term: int = 0
+    charter: RunSpec, directory: Path, resume: bool, repeat: bool, rewind: bool = False, least_term: int = 0
 ) -> tuple[Coordinator, JournalFile]:
     path = directory / JOURNAL
     disk = Background()
@@ -140,7 +140,7 @@ def _coordinator(
         if least_term == 0:
             # The lost one had not even begun.
             return _coordinator(charter, directory, resume=False, repeat=False)
-        journal_file, account = JournalFile(path, run=disk), Account(charter.job)
+        journal_file, account = JournalFile(path, run=disk), JournalSummary(charter.job)
         lost = journal.GapRecord(0, 0, "the run directory was lost with all that was written")
         for record in (charter.record(time.time()), lost):
             journal_file.append([record])
@@ -186,7 +186,7 @@ async def _followed(
             on_ready = None
         if terminated.is_set():
             terminated.clear()
-            coordinator.handle(events.Hindered("the coordinator was terminated"), time.monotonic())
+            coordinator.handle(events.CoordinatorFailed("the coordinator was terminated"), time.monotonic())
         coordinator.handle(events.Tick(), time.monotonic())
     until_s = time.monotonic() + FAREWELL_S
     # Launchers close their connections when they have heard it.

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from pliant.coordinator.journal_summary import VERSION, Saved
+from pliant.coordinator.journal_summary import VERSION, SavedSummary
 from pliant.core.journal import records as journal
 from pliant.errors import JournalError
 
@@ -51,15 +51,15 @@ class StateFile:
         fresh.replace(self._path)
 
 
-def encoded(saved: Saved) -> bytes:
+def encoded(saved: SavedSummary) -> bytes:
     """One line with its checksum, as in the journal."""
     return journal.line(msgspec.json.encode(saved), 0)[0]
 
 
-def decoded(content: bytes) -> Saved | None:
+def decoded(content: bytes) -> SavedSummary | None:
     """None for what is none, or is damaged."""
     try:
-        saved = msgspec.json.decode(journal.unsealed(content, 0), type=Saved)
+        saved = msgspec.json.decode(journal.unsealed(content, 0), type=SavedSummary)
     except (ValueError, RecursionError, JournalError):
         return None
     return saved if saved.version == VERSION else None

@@ -101,8 +101,8 @@ class MadeCall(msgspec.Struct, frozen=True, array_like=True):
     length: int
 
 
-class Figures(msgspec.Struct):
-    """What a ``Tally`` has to know to go on."""
+class TrackerState(msgspec.Struct):
+    """What a ``StatusTracker`` has to know to go on."""
 
     status: Status
     calls: list[MadeCall]
@@ -115,7 +115,7 @@ class Figures(msgspec.Struct):
     began: bool
 
 
-class Tally:
+class StatusTracker:
     """Keeps a ``Status`` up to date."""
 
     def __init__(self, job: str, term: int = 1) -> None:
@@ -150,10 +150,10 @@ class Tally:
         row = self._row(slot)
         row.name, row.state, row.restarts = worker, state, restarts
 
-    def figures(self) -> Figures:
+    def figures(self) -> TrackerState:
         """What another one has to know to go on."""
         # The lists are those in use: they are written down before anything is added.
-        return Figures(
+        return TrackerState(
             self.status,
             self.calls,
             self.past,
@@ -166,7 +166,7 @@ class Tally:
         )
 
     @classmethod
-    def restored(cls, figures: Figures) -> Tally:
+    def restored(cls, figures: TrackerState) -> StatusTracker:
         """One that goes on with what another one has known; the figures are its own from here on."""
         tally = cls(figures.status.job, figures.status.term)
         tally.status = figures.status

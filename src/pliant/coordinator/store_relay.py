@@ -23,7 +23,7 @@ AT_ONCE = 16
 """Members of a group whose keys are handed on one by one: forming it is a chain of messages, and takes milliseconds."""
 
 
-class Formation:
+class StoreRelay:
     """Passes on what members say to form their group."""
 
     def __init__(self, workers: Connections[WorkerId]) -> None:

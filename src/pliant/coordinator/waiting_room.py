@@ -9,66 +9,66 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from pliant.control.app import Desk, Peer
+from pliant.control.app import CoordinatorApi, WebSocketPeer
 from pliant.control.messages import FromAgent, FromWorker, Hold
 
 READING = 503, "the coordinator still reads the journal; try again in a moment"
 
 
-class Antechamber:
-    """The ``Desk`` of ``control.app`` until there is another."""
+class WaitingRoom:
+    """The ``CoordinatorApi`` of ``control.app`` until there is another."""
 
     def __init__(self) -> None:
-        self._desk: Desk | None = None
-        self._said: list[Callable[[Desk], None]] = []
-        self._waiting: dict[int, Peer] = {}
+        self._desk: CoordinatorApi | None = None
+        self._said: list[Callable[[CoordinatorApi], None]] = []
+        self._waiting: dict[int, WebSocketPeer] = {}
 
     def hold(self) -> None:
         """Tell those who wait that somebody is there."""
         for peer in self._waiting.values():
             peer.send(Hold())
 
-    def lead_on(self, desk: Desk) -> None:
+    def lead_on(self, desk: CoordinatorApi) -> None:
         """Here is who they wait for."""
         self._desk = desk
         said, self._said, self._waiting = self._said, [], {}
         for tell in said:
             tell(desk)
 
-    def _say(self, tell: Callable[[Desk], None]) -> None:
+    def _say(self, tell: Callable[[CoordinatorApi], None]) -> None:
         if self._desk is not None:
             tell(self._desk)
         else:
             self._said.append(tell)
 
-    def _await(self, peer: Peer) -> None:
+    def _await(self, peer: WebSocketPeer) -> None:
         if self._desk is None:
             self._waiting[peer.number] = peer
 
-    def connected(self, peer: Peer) -> None:
+    def connected(self, peer: WebSocketPeer) -> None:
         """A worker."""
         self._await(peer)
         self._say(lambda desk: desk.connected(peer))
 
-    def received(self, peer: Peer, message: FromWorker) -> None:
+    def received(self, peer: WebSocketPeer, message: FromWorker) -> None:
         """A worker's message."""
         self._say(lambda desk: desk.received(peer, message))
 
-    def closed(self, peer: Peer) -> None:
+    def closed(self, peer: WebSocketPeer) -> None:
         """A worker has gone."""
         self._waiting.pop(peer.number, None)
         self._say(lambda desk: desk.closed(peer))
 
-    def agent_connected(self, peer: Peer) -> None:
+    def agent_connected(self, peer: WebSocketPeer) -> None:
         """A launcher."""
         self._await(peer)
         self._say(lambda desk: desk.agent_connected(peer))
 
-    def agent_received(self, peer: Peer, message: FromAgent) -> None:
+    def agent_received(self, peer: WebSocketPeer, message: FromAgent) -> None:
         """A launcher's message."""
         self._say(lambda desk: desk.agent_received(peer, message))
 
-    def agent_closed(self, peer: Peer) -> None:
+    def agent_closed(self, peer: WebSocketPeer) -> None:
         """A launcher has gone."""
         self._waiting.pop(peer.number, None)
         self._say(lambda desk: desk.agent_closed(peer))

@@ -12,14 +12,14 @@ import msgspec
 from msgspec.structs import replace
 
 from pliant.core import dealing, ledger
-from pliant.core.group_state import Group, OpenPhase, Standing
+from pliant.core.group_state import GroupState, OpenPhase, Standing
 from pliant.core.ledger import Ledger
 from pliant.core.shares import apportion, cut
 from pliant.core.tickets import Kind
 from pliant.core.tuning import pace
 
 
-def at_work(group: Group, phase: OpenPhase) -> list[int]:
+def at_work(group: GroupState, phase: OpenPhase) -> list[int]:
     """Members that are dealt samples in this phase."""
     return [
         member
@@ -28,7 +28,7 @@ def at_work(group: Group, phase: OpenPhase) -> list[int]:
     ]
 
 
-def speaks(group: Group, member: int) -> bool:
+def speaks(group: GroupState, member: int) -> bool:
     """Whether ``member`` has a say in what the next exchange is: it is in the phase's loop, or may be any moment.
 
     The others (followers, spares, those who leave) learn from the tickets what the group does, and go along.
@@ -50,7 +50,7 @@ class Allowance(msgspec.Struct, frozen=True):
     """not handed in before, as long as there is anything to draw: an open batch's round is to be worth its cost"""
 
 
-def allowance(group: Group, member: int, in_flight: int) -> Allowance:
+def allowance(group: GroupState, member: int, in_flight: int) -> Allowance:
     """The bounds of ``member``'s contribution while ``in_flight`` of its earlier ones (0 or 1) are not settled."""
     phase, policy = group.phase, group.policy
     if group.standings[member] is not Standing.ACTIVE:
@@ -76,7 +76,7 @@ def allowance(group: Group, member: int, in_flight: int) -> Allowance:
     return Allowance(samples=limits[member], seconds=seconds)
 
 
-def sample_limits(group: Group) -> tuple[int, ...]:
+def sample_limits(group: GroupState) -> tuple[int, ...]:
     """What each member may hand in to a round of a bounded open batch; nothing where there is no bound.
 
     For a contribution that is begun now. One that was begun before the last round was settled keeps its limits.
@@ -99,7 +99,7 @@ def sample_limits(group: Group) -> tuple[int, ...]:
     return tuple(limits)
 
 
-def kept_limits(before: Group, after: OpenPhase) -> tuple[int, ...]:
+def kept_limits(before: GroupState, after: OpenPhase) -> tuple[int, ...]:
     """The limits of the contributions that were begun before the round that has just been settled.
 
     Who begins to work with this round has no part in them: the others may have reached the bound already. Only a bound
@@ -112,7 +112,7 @@ def kept_limits(before: Group, after: OpenPhase) -> tuple[int, ...]:
     return limits if any(limit and hands[member].granted for member, limit in enumerate(limits)) else ()
 
 
-def dealt(group: Group, *, spares: bool = True) -> Group:
+def dealt(group: GroupState, *, spares: bool = True) -> GroupState:
     """Deal within the innermost phase what the workers need until the round after next."""
     phase, policy = group.phase, group.policy
     working = at_work(group, phase)
@@ -137,7 +137,7 @@ def dealt(group: Group, *, spares: bool = True) -> Group:
     return replace(group, open=(*group.open[:-1], replace(phase, ledger=after)))
 
 
-def made_up(group: Group, phase: OpenPhase, *, spares: bool) -> Ledger:
+def made_up(group: GroupState, phase: OpenPhase, *, spares: bool) -> Ledger:
     """Make a fixed batch whose contribution is in progress up to its size, after hands went back to the pool.
 
     ``spares``: whoever merely went along until now may get something of it.

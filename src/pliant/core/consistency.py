@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pliant.core.group_state import Group, Standing
+from pliant.core.group_state import GroupState, Standing
 from pliant.core.tickets import QUIET, Flag, Kind, Ticket
 from pliant.types import WorkerId
 
@@ -34,7 +34,7 @@ class Mismatch(msgspec.Struct, frozen=True):
     """by their numbers"""
 
 
-def digest(group: Group) -> int:
+def digest(group: GroupState) -> int:
     """A fingerprint of the state's counters; tickets carry it so that a divergence is seen in the next round."""
     cursor = group.phase.ledger.cursor if group.open else -1
     limit = -1 if group.samples_limit is None else group.samples_limit
@@ -47,7 +47,7 @@ def digest(group: Group) -> int:
     return zlib.crc32(packed + bytes(group.standings) + group.trained)
 
 
-def compared(group: Group, tickets: Sequence[Ticket]) -> Mismatch | None:
+def compared(group: GroupState, tickets: Sequence[Ticket]) -> Mismatch | None:
     """Whether all workers are at the same point of the same script; the first difference, by name, if not."""
     speaking = _speaking(group, tickets)
     if not speaking:
@@ -70,7 +70,7 @@ def compared(group: Group, tickets: Sequence[Ticket]) -> Mismatch | None:
     return None
 
 
-def compared_openings(group: Group, tickets: Sequence[Ticket]) -> Mismatch | None:
+def compared_openings(group: GroupState, tickets: Sequence[Ticket]) -> Mismatch | None:
     (leader, first), *others = _speaking(group, tickets)
     for worker, ticket in others:
         if ticket.length != first.length:
@@ -97,7 +97,7 @@ def clip_norm_wanted(tickets: Sequence[Ticket]) -> set[float]:
     return {bound for bound in said if bound >= 0.0}
 
 
-def compared_clip_norms(group: Group, tickets: Sequence[Ticket]) -> Mismatch | None:
+def compared_clip_norms(group: GroupState, tickets: Sequence[Ticket]) -> Mismatch | None:
     """Whether scripts have asked for different bounds for so long that one of them will not follow."""
     if group.clip_disputed < MAX_DISPUTED or len(clip_norm_wanted(tickets)) < 2:
         return None
@@ -120,7 +120,7 @@ def opening(tickets: Sequence[Ticket]) -> tuple[bool, ...]:
     return tuple(bool(ticket.flags & within) for ticket in tickets)
 
 
-def _speaking(group: Group, tickets: Sequence[Ticket]) -> list[tuple[WorkerId, Ticket]]:
+def _speaking(group: GroupState, tickets: Sequence[Ticket]) -> list[tuple[WorkerId, Ticket]]:
     """The tickets of those who do not merely go along."""
     pairs = zip(group.roster, tickets, strict=True)
     speaking = [(worker, t) for worker, t in pairs if t.flags is QUIET or not t.flags & Flag.FOLLOWING]
@@ -135,7 +135,7 @@ def _doing(ticket: Ticket) -> str:
     return f"{verb}{_NAMES[ticket.kind]}"
 
 
-def agreed_plan(group: Group, tickets: Sequence[Ticket]) -> tuple[int, int] | None:
+def agreed_plan(group: GroupState, tickets: Sequence[Ticket]) -> tuple[int, int] | None:
     """The planned era all members are prepared for; never inside a nested phase: a round is in flight there."""
     plans = {(ticket.plan_term, ticket.plan_era) for ticket in tickets}
     if len(plans) > 1 or len(group.open) > 1:
@@ -144,7 +144,7 @@ def agreed_plan(group: Group, tickets: Sequence[Ticket]) -> tuple[int, int] | No
     return plan if plan[1] > group.era and not _must_wait(group, tickets) else None
 
 
-def _must_wait(group: Group, tickets: Sequence[Ticket]) -> bool:
+def _must_wait(group: GroupState, tickets: Sequence[Ticket]) -> bool:
     """Whether the state would leave with those who hold it.
 
     Who plans an era may not know yet of a member that takes the state over again, or believe that one has it.

@@ -21,7 +21,7 @@ WIDTH = 32
 """Calls in a block, and blocks in a larger one: so many references are copied where a call is added."""
 
 
-class Past(msgspec.Struct, frozen=True):
+class FinishedPhase(msgspec.Struct, frozen=True):
     """A finished phase: what the same call of a newcomer returns."""
 
     kind: Kind
@@ -33,26 +33,26 @@ class Past(msgspec.Struct, frozen=True):
     """where ``evaluate`` measures several means: each by its name, None for one that is undefined"""
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+class FinishedCall(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """A finished top-level call, as it travels."""
 
     kind: Kind
     epoch: int
     result: float | None = None
     results: dict[str, float | None] | None = None
-    inner: tuple[Past, ...] = ()
+    inner: tuple[FinishedPhase, ...] = ()
     """phases that were opened in the last body of its loop, after it had ended"""
 
     @property
-    def past(self) -> Past:
-        return Past(self.kind, self.epoch, self.result, results=self.results)
+    def past(self) -> FinishedPhase:
+        return FinishedPhase(self.kind, self.epoch, self.result, results=self.results)
 
 
-class Calls(msgspec.Struct, frozen=True):
+class FinishedCalls(msgspec.Struct, frozen=True):
     """The finished top-level calls, in their order."""
 
     count: int = 0
-    last: tuple[Call, ...] = ()
+    last: tuple[FinishedCall, ...] = ()
     """a block of those that came last"""
     blocks: tuple[tuple[Any, ...], ...] = ()
     """full ones, the smallest first: of so many calls, of so many of those blocks, and so on"""
@@ -60,10 +60,10 @@ class Calls(msgspec.Struct, frozen=True):
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, number: int) -> Past:
+    def __getitem__(self, number: int) -> FinishedPhase:
         return self.call(number).past
 
-    def call(self, number: int) -> Call:
+    def call(self, number: int) -> FinishedCall:
         """Call ``number``; from the end where that is negative."""
         left = number + self.count if number < 0 else number
         if not 0 <= left < self.count:
@@ -88,20 +88,20 @@ class Calls(msgspec.Struct, frozen=True):
         """Whether the phase that has ended last was opened in the body of a loop that was over."""
         return self.count > 0 and bool(self.call(-1).inner)
 
-    def since(self, number: int) -> list[Call]:
+    def since(self, number: int) -> list[FinishedCall]:
         """The calls from that one on."""
         return [self.call(each) for each in range(number, self.count)]
 
-    def added(self, past: Past) -> Calls:
+    def added(self, past: FinishedPhase) -> FinishedCalls:
         """With one more; an inner one belongs to the call before it."""
         if not past.inner:
-            return self.joined([Call(past.kind, past.epoch, past.result, past.results)])
+            return self.joined([FinishedCall(past.kind, past.epoch, past.result, past.results)])
         if not self.count:
             return self
         call = self.call(-1)
         return self.up_to(self.count - 1).joined([replace(call, inner=(*call.inner, past))])
 
-    def joined(self, calls: Iterable[Call]) -> Calls:
+    def joined(self, calls: Iterable[FinishedCall]) -> FinishedCalls:
         """With these added."""
         count, last, blocks = self.count, list(self.last), list(self.blocks)
         for call in calls:
@@ -110,13 +110,13 @@ class Calls(msgspec.Struct, frozen=True):
                 last = []
             count += 1
             last.append(call)
-        return Calls(count, tuple(last), tuple(blocks))
+        return FinishedCalls(count, tuple(last), tuple(blocks))
 
-    def up_to(self, number: int) -> Calls:
+    def up_to(self, number: int) -> FinishedCalls:
         """Only those before that one."""
         if number >= self.count - len(self.last):
             return replace(self, count=min(number, self.count), last=self.last[: number - self.count + len(self.last)])
-        return Calls().joined(self.call(each) for each in range(number))
+        return FinishedCalls().joined(self.call(each) for each in range(number))
 
 
 def _carry(blocks: list[tuple[Any, ...]], full: tuple[Any, ...]) -> None:
@@ -129,10 +129,10 @@ def _carry(blocks: list[tuple[Any, ...]], full: tuple[Any, ...]) -> None:
     blocks.append((full,))
 
 
-NONE = Calls()
+NONE = FinishedCalls()
 
 
-def calls_of(pasts: Sequence[Past]) -> Calls:
+def calls_of(pasts: Sequence[FinishedPhase]) -> FinishedCalls:
     """Those of a list, in which inner ones come after their call."""
     calls = NONE
     for past in pasts:

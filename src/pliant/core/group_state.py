@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pliant.core import drift
-from pliant.core.finished_calls import NONE, Calls, Past
+from pliant.core.finished_calls import NONE, FinishedCalls, FinishedPhase
 from pliant.core.ledger import Ledger
 from pliant.core.tickets import Kind, Sums
 from pliant.core.tuning import delay as overlap
@@ -73,8 +73,8 @@ class OpenPhase(msgspec.Struct, frozen=True):
     resumed: bool = False
     """an unplanned era has begun since the last round: some may settle the next one outside of ``step``"""
     inner: bool = False
-    """see ``Past``"""
-    nested: tuple[Past, ...] = ()
+    """see ``FinishedPhase``"""
+    nested: tuple[FinishedPhase, ...] = ()
     """finished phases inside this one, in their order"""
     limits: tuple[int, ...] = ()
     """bounded open batch: what each member may hand in to the contribution that was begun before the last round was
@@ -85,7 +85,7 @@ class OpenPhase(msgspec.Struct, frozen=True):
     """where several means are measured: the sum and the count of each so far"""
 
 
-class Group(msgspec.Struct, frozen=True):
+class GroupState(msgspec.Struct, frozen=True):
     """The replicated state: equal on all workers after the same tickets."""
 
     policy: Policy
@@ -106,7 +106,7 @@ class Group(msgspec.Struct, frozen=True):
     updates_limit: int | None = None
     """training ends with this many"""
     rate: rates.Rate = msgspec.field(default_factory=rates.Rate)
-    choice: overlap.Choice = msgspec.field(default_factory=overlap.Choice)
+    choice: overlap.DelayState = msgspec.field(default_factory=overlap.DelayState)
     """which delay is in force, where that is decided from round to round"""
     scheduled: float = 0.0
     """samples by which the schedule has moved on: those of ``samples``, under AdaScale what they were worth"""
@@ -123,7 +123,7 @@ class Group(msgspec.Struct, frozen=True):
     evaluating: Pacing = msgspec.field(default_factory=lambda: pace.unmeasured(1))
     open: tuple[OpenPhase, ...] = ()
     """innermost last: an ``evaluate`` may be called inside a ``batches`` loop"""
-    past: Calls = NONE
+    past: FinishedCalls = NONE
     """finished top-level calls, in their order"""
     given_up: tuple[OpenPhase, ...] = ()
     """phases that the last unplanned era has ended: nobody was left in them, and nobody else would have come"""
@@ -175,8 +175,8 @@ class Group(msgspec.Struct, frozen=True):
         return goodput.efficiency(self.rate.batch or self.policy.batch, self.policy.batch, scale)
 
 
-def founded(policy: Policy, era: int, roster: Sequence[WorkerId]) -> Group:
+def founded(policy: Policy, era: int, roster: Sequence[WorkerId]) -> GroupState:
     """The state at the first era's start."""
     blank = pace.unmeasured(len(roster))
     standings = (Standing.ACTIVE,) * len(roster)
-    return Group(policy, era, tuple(roster), standings, training=blank, evaluating=blank)
+    return GroupState(policy, era, tuple(roster), standings, training=blank, evaluating=blank)

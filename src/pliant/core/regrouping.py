@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from pliant.core import allowance, ledger
-from pliant.core.group_state import Group, OpenPhase, Standing
+from pliant.core.group_state import GroupState, OpenPhase, Standing
 from pliant.core.tickets import Kind, Point
 from pliant.core.tuning import delay, pace
 from pliant.types import WorkerId
@@ -34,7 +34,7 @@ class Entry(msgspec.Struct, frozen=True):
     """where what is dropped was computed"""
 
 
-def switched(group: Group, era: int, roster: Sequence[WorkerId]) -> Group:
+def switched(group: GroupState, era: int, roster: Sequence[WorkerId]) -> GroupState:
     """A planned era: who stays keeps everything, who is new follows."""
     places = [group.roster.index(worker) if worker in group.roster else None for worker in roster]
     standings = tuple(Standing.FOLLOWING if place is None else group.standings[place] for place in places)
@@ -59,7 +59,7 @@ def switched(group: Group, era: int, roster: Sequence[WorkerId]) -> Group:
     return allowance.dealt(group) if group.overlap and not before.overlap else group
 
 
-def regrouped(group: Group, era: int, roster: Sequence[WorkerId], entries: Sequence[Entry]) -> Group:
+def regrouped(group: GroupState, era: int, roster: Sequence[WorkerId], entries: Sequence[Entry]) -> GroupState:
     """An unplanned era: what was in flight is lost, what was accumulated stays; the next round's number is void."""
     places = [group.roster.index(worker) if worker in group.roster else None for worker in roster]
     standings = tuple(
@@ -99,12 +99,12 @@ def regrouped(group: Group, era: int, roster: Sequence[WorkerId], entries: Seque
     return group
 
 
-def limits(group: Group) -> dict[str, int | None]:
+def limits(group: GroupState) -> dict[str, int | None]:
     """How far the script means to go, which it has told already when the state is another one."""
     return {"samples_limit": group.samples_limit, "updates_limit": group.updates_limit}
 
 
-def restored(group: Group, worker: WorkerId, round_: int) -> Group:
+def restored(group: GroupState, worker: WorkerId, round_: int) -> GroupState:
     """The state of a checkpoint, with ``worker`` alone to hold it: what was dealt is in the pool again."""
     alone = regrouped(group, group.era, (worker,), (Entry(active=False),))
     return replace(alone, standings=(Standing.ACTIVE,), round=max(group.round, round_))
@@ -122,12 +122,12 @@ def _inhabited(
 
 
 def _with_roster(
-    group: Group,
+    group: GroupState,
     era: int,
     roster: Sequence[WorkerId],
     places: Sequence[int | None],
     standings: tuple[Standing, ...],
-) -> Group:
+) -> GroupState:
     return replace(
         group,
         era=era,

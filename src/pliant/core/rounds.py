@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from pliant.core import allowance, consistency, drift, evaluation, ledger, standings, trained_set
 from pliant.core.consistency import Mismatch
 from pliant.core.drift import Drift
-from pliant.core.group_state import Group, OpenPhase, Past, Standing
+from pliant.core.group_state import FinishedPhase, GroupState, OpenPhase, Standing
 from pliant.core.tickets import QUIET, Flag, Kind, Ticket
 from pliant.core.tuning import delay, goodput, noise, pace, rates
 from pliant.core.tuning.pace import Pacing
@@ -49,7 +49,7 @@ class Settled(msgspec.Struct, frozen=True):
     """where several means were measured; ``result`` is then one of them"""
     plan: tuple[int, int] | None = None
     """(term, era) of the planned era that begins after this exchange"""
-    verdict: delay.Verdict | None = None
+    verdict: delay.DelayVerdict | None = None
     """the delay was decided anew"""
     momentum: float = 0.0
     """in force, by the first who speaks"""
@@ -71,7 +71,7 @@ class Settled(msgspec.Struct, frozen=True):
     """those of them that every contribution was computed for: the update touches no other"""
 
 
-def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
+def opened(group: GroupState, tickets: Sequence[Ticket]) -> GroupState | Mismatch:
     """All workers entered the next phase: deal its first micro-batches."""
     mismatch = consistency.compared(group, tickets) or consistency.compared_openings(group, tickets)
     if mismatch:
@@ -114,7 +114,7 @@ def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
     return allowance.dealt(group)
 
 
-def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | Mismatch:
+def settled(group: GroupState, tickets: Sequence[Ticket]) -> tuple[GroupState, Settled] | Mismatch:
     """Spend the samples of the handed-in contributions, decide the update, deal what comes next."""
     mismatch = consistency.compared(group, tickets) or consistency.compared_clip_norms(group, tickets)
     if not mismatch and group.phase.kind is Kind.EVALUATE:
@@ -193,7 +193,7 @@ def settled(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Settled] | 
     return _dealt_on(before, replace(group, open=(*group.open[:-1], phase)), outcome)
 
 
-def _is_seen(group: Group, phase: OpenPhase, tickets: Sequence[Ticket], *, ended: bool) -> bool:
+def _is_seen(group: GroupState, phase: OpenPhase, tickets: Sequence[Ticket], *, ended: bool) -> bool:
     """Whether everybody who takes part is inside its own ``step`` at this round; whose share has grown is not.
 
     With the last round of a phase a spare waits for the user's state as it is behind the loop. Who is inside the loop's
@@ -204,7 +204,7 @@ def _is_seen(group: Group, phase: OpenPhase, tickets: Sequence[Ticket], *, ended
     return _all_work(group, phase, tickets)
 
 
-def _dealt_on(before: Group, group: Group, outcome: Settled) -> tuple[Group, Settled]:
+def _dealt_on(before: GroupState, group: GroupState, outcome: Settled) -> tuple[GroupState, Settled]:
     """Deal what comes after a round that does not end its phase; who has its first samples then has not seen it."""
     # Where the overlap ends, this is for the very next round: whoever merely goes along may have done so already.
     overlap_ends = before.choice.turning and not group.choice.turning
@@ -218,12 +218,12 @@ def _dealt_on(before: Group, group: Group, outcome: Settled) -> tuple[Group, Set
     return group, outcome
 
 
-def drained(group: Group) -> Group:
+def drained(group: GroupState) -> GroupState:
     """The buffers were made equal by an exchange of their own."""
     return replace(group, exchange=group.exchange + 1)
 
 
-def concluded(group: Group, tickets: Sequence[Ticket]) -> Group:
+def concluded(group: GroupState, tickets: Sequence[Ticket]) -> GroupState:
     """Scripts have reached their end; the run is over when those of all active members have.
 
     Who merely went along is still in its last call, and may need the others for what comes after it: they have the
@@ -235,17 +235,17 @@ def concluded(group: Group, tickets: Sequence[Ticket]) -> Group:
 
 
 def _closed(
-    group: Group, phase: OpenPhase, result: float | None, results: dict[str, float | None] | None = None
-) -> Group:
+    group: GroupState, phase: OpenPhase, result: float | None, results: dict[str, float | None] | None = None
+) -> GroupState:
     """The innermost phase is over."""
-    finished = Past(phase.kind, phase.epoch, result, phase.inner, results)
+    finished = FinishedPhase(phase.kind, phase.epoch, result, phase.inner, results)
     outer = group.open[:-1]
     if not outer:
         return replace(group, open=(), past=group.past.added(finished))
     return replace(group, open=(*outer[:-1], replace(outer[-1], nested=(*outer[-1].nested, finished))))
 
 
-def _all_work(group: Group, phase: OpenPhase, tickets: Sequence[Ticket]) -> bool:
+def _all_work(group: GroupState, phase: OpenPhase, tickets: Sequence[Ticket]) -> bool:
     """Whether everyone who takes part is inside its loop body now, and so will return from ``step``."""
     if any(ticket.flags is not QUIET and ticket.flags & Flag.READY for ticket in tickets):
         return False
@@ -266,8 +266,8 @@ def _due(hand: ledger.Hand) -> bool:
 
 
 def _reconsidered(
-    group: Group, phase: OpenPhase, tickets: Sequence[Ticket], *, full: bool
-) -> tuple[Group, OpenPhase, delay.Verdict | None]:
+    group: GroupState, phase: OpenPhase, tickets: Sequence[Ticket], *, full: bool
+) -> tuple[GroupState, OpenPhase, delay.DelayVerdict | None]:
     """Decide whether the coming rounds overlap. Nobody has drawn anything of the first round of the other kind."""
     before = group.choice
     choice, verdict = delay.after(before, tickets, trial=group.policy.trial, full=full)
@@ -281,14 +281,14 @@ def _reconsidered(
 
 
 def _trained(
-    group: Group,
+    group: GroupState,
     tickets: Sequence[Ticket],
     told: tuple[int, float] | None,
     momentum: float,
     *,
     finite: bool,
     short: bool,
-) -> Group:
+) -> GroupState:
     """The counts, paces, statistics and the rate after a round of training."""
     policy, batch = group.policy, sum(ticket.samples for ticket in tickets)
     known = group.noise if told is None else noise.measured(group.noise, *told, policy.batch)
@@ -324,12 +324,12 @@ def _trained(
     )
 
 
-def _is_enough(group: Group) -> bool:
+def _is_enough(group: GroupState) -> bool:
     """Whether as many updates are made as the script has asked for."""
     return group.updates_limit is not None and group.updates >= group.updates_limit
 
 
-def _clip_norm(group: Group, tickets: Sequence[Ticket]) -> tuple[float | None, int]:
+def _clip_norm(group: GroupState, tickets: Sequence[Ticket]) -> tuple[float | None, int]:
     """The bound on the gradient's norm in force from this round on, and for how many rounds scripts have differed.
 
     A bound takes effect when all who have set one have set the same.
@@ -340,13 +340,13 @@ def _clip_norm(group: Group, tickets: Sequence[Ticket]) -> tuple[float | None, i
     return (wanted.pop() if wanted else group.clip_norm), 0
 
 
-def _momentum(group: Group, tickets: Sequence[Ticket]) -> float:
+def _momentum(group: GroupState, tickets: Sequence[Ticket]) -> float:
     """The momentum in force: that of the first who speaks; who takes the state over may not have it yet."""
     said = [t.momentum for t in tickets if t.flags is QUIET or not t.flags & Flag.FOLLOWING]
     return said[0] if said and said[0] >= 0.0 else group.policy.momentum
 
 
-def _paying(group: Group, training: Pacing, noise_scale: float | None) -> int | None:
+def _paying(group: GroupState, training: Pacing, noise_scale: float | None) -> int | None:
     """Up to how many samples a round pays, by the paces and costs of those who work."""
     if group.policy.at_most is not None or not group.overlap:
         return None

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from pliant.core import allowance, drift, ledger
 from pliant.core.drift import Drift
-from pliant.core.group_state import Group, OpenPhase, Standing
+from pliant.core.group_state import GroupState, OpenPhase, Standing
 from pliant.core.tickets import QUIET, Flag, Ticket
 from pliant.types import WorkerId
 
@@ -22,8 +22,8 @@ _MOVING = Flag.LEAVING | Flag.READY
 
 
 def moved(
-    group: Group, phase: OpenPhase, tickets: Sequence[Ticket], differs: Drift | None = None
-) -> tuple[Group, OpenPhase]:
+    group: GroupState, phase: OpenPhase, tickets: Sequence[Ticket], differs: Drift | None = None
+) -> tuple[GroupState, OpenPhase]:
     """Take in who has become ready or entered the phase late, give back the hands of those who leave.
 
     Who ``differs`` is a newcomer again: what it has computed is of no use.
@@ -73,7 +73,7 @@ def moved(
     return group, replace(phase, ledger=allowance.made_up(group, phase, spares=not group.overlap))
 
 
-def heard_in_body(group: Group, tickets: Sequence[Ticket]) -> list[Ticket]:
+def heard_in_body(group: GroupState, tickets: Sequence[Ticket]) -> list[Ticket]:
     """The tickets of an opening: in the body of a loop nobody becomes ready who is not in that body.
 
     Those who are may open another ``evaluate`` there, one after the other, and nobody else knows of it. Whoever merely
@@ -89,7 +89,7 @@ def heard_in_body(group: Group, tickets: Sequence[Ticket]) -> list[Ticket]:
     ]
 
 
-def ready(group: Group, tickets: Sequence[Ticket]) -> tuple[Standing, ...]:
+def ready(group: GroupState, tickets: Sequence[Ticket]) -> tuple[Standing, ...]:
     """The standings with those active who hold the whole state now."""
     return tuple(
         Standing.ACTIVE if ticket.flags & Flag.READY and standing is Standing.FOLLOWING else standing
@@ -97,7 +97,7 @@ def ready(group: Group, tickets: Sequence[Ticket]) -> tuple[Standing, ...]:
     )
 
 
-def _with_offences(group: Group, differs: Drift) -> Group:
+def _with_offences(group: GroupState, differs: Drift) -> GroupState:
     """Whoever differs does not hold the state any more, and that is remembered."""
     offences = dict(group.offences)
     standings = list(group.standings)
@@ -108,20 +108,22 @@ def _with_offences(group: Group, differs: Drift) -> Group:
     return replace(group, standings=tuple(standings), offences=tuple(offences.items()))
 
 
-def drifted(group: Group, phase: OpenPhase, tickets: Sequence[Ticket]) -> Drift | None:
+def drifted(group: GroupState, phase: OpenPhase, tickets: Sequence[Ticket]) -> Drift | None:
     """Whose weights differ. Who merely goes along may have said already that it is ready: it is not asked."""
     if len(tickets) < 2 or all(ticket.weights_round == 0 for ticket in tickets):
         return None
     return drift.judged(group.roster, allowance.at_work(group, phase), tickets, dict(group.offences))
 
 
-def deserted(group: Group, phase: OpenPhase) -> bool:
+def deserted(group: GroupState, phase: OpenPhase) -> bool:
     """Whether an ``evaluate`` in a loop body goes on without anyone to compute it: who comes now is elsewhere."""
     body = phase.inner or len(group.open) > 1
     return body and Standing.LEAVING in group.standings and not allowance.at_work(group, phase)
 
 
-def fresh(known: frozenset[WorkerId], before: Group, after: Group, tickets: Sequence[Ticket]) -> frozenset[WorkerId]:
+def fresh(
+    known: frozenset[WorkerId], before: GroupState, after: GroupState, tickets: Sequence[Ticket]
+) -> frozenset[WorkerId]:
     """Members that compute from now on, or since ``known`` was told, and have added nothing yet."""
     follow = {w for w, standing in zip(before.roster, before.standings, strict=True) if standing is Standing.FOLLOWING}
     active = {w for w, standing in zip(after.roster, after.standings, strict=True) if standing is Standing.ACTIVE}
@@ -129,7 +131,7 @@ def fresh(known: frozenset[WorkerId], before: Group, after: Group, tickets: Sequ
     return frozenset((known | follow) & active - added)
 
 
-def somebody_came_along(group: Group, tickets: Sequence[Ticket]) -> bool:
+def somebody_came_along(group: GroupState, tickets: Sequence[Ticket]) -> bool:
     """Whether somebody may have come to the end of a phase without having computed since it joined."""
     return any(
         standing is not Standing.LEAVING and not ticket.micro_batches

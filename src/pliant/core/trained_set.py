@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from pliant.bitmaps import common, members
 from pliant.core.consistency import Mismatch
-from pliant.core.group_state import Group
+from pliant.core.group_state import GroupState
 from pliant.core.tickets import QUIET, Flag, Ticket
 
 PATIENCE = 2
@@ -32,7 +32,7 @@ class Decision(msgspec.Struct, frozen=True):
     touched: bytes
 
 
-def layout(group: Group, tickets: Sequence[Ticket]) -> bytes:
+def layout(group: GroupState, tickets: Sequence[Ticket]) -> bytes:
     """What the gradients of this round are laid out for; ``group`` is the state before it.
 
     Who trains what was agreed on hands in at once, without knowing the others' tickets: one such is enough.
@@ -43,7 +43,7 @@ def layout(group: Group, tickets: Sequence[Ticket]) -> bytes:
     return said.pop() if len(said) == 1 else group.trained
 
 
-def decide(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Decision] | Mismatch:
+def decide(group: GroupState, tickets: Sequence[Ticket]) -> tuple[GroupState, Decision] | Mismatch:
     """The sets after a round of training, and which parameters its update touches."""
     laid_out = layout(group, tickets)
     touched = laid_out
@@ -54,7 +54,7 @@ def decide(group: Group, tickets: Sequence[Ticket]) -> tuple[Group, Decision] | 
     return after if isinstance(after, Mismatch) else (after, Decision(laid_out, touched))
 
 
-def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
+def opened(group: GroupState, tickets: Sequence[Ticket]) -> GroupState | Mismatch:
     """The same where a loop over batches begins: nothing is in flight, so what all carry counts at once."""
     speaking = [member for member, ticket in enumerate(tickets) if _speaks(ticket)]
     if not group.trained and len({tickets[member].wanted for member in speaking}) > 1:
@@ -62,14 +62,14 @@ def opened(group: Group, tickets: Sequence[Ticket]) -> Group | Mismatch:
     return _following(group, tickets, speaking)
 
 
-def voters(group: Group, tickets: Sequence[Ticket]) -> list[int]:
+def voters(group: GroupState, tickets: Sequence[Ticket]) -> list[int]:
     """Members whose scripts have run all code of this loop so far: who begins to compute follows what they train."""
     speaking = [member for member, ticket in enumerate(tickets) if _speaks(ticket)]
     settled = [member for member in speaking if group.phase.took_part[member]]
     return settled or speaking
 
 
-def _following(group: Group, tickets: Sequence[Ticket], voters: Sequence[int]) -> Group | Mismatch:
+def _following(group: GroupState, tickets: Sequence[Ticket], voters: Sequence[int]) -> GroupState | Mismatch:
     said = {tickets[member].wanted for member in voters}
     if not said:
         return group
@@ -85,7 +85,7 @@ def _speaks(ticket: Ticket) -> bool:
     return ticket.flags is QUIET or not ticket.flags & Flag.FOLLOWING
 
 
-def _refusal(group: Group, tickets: Sequence[Ticket], voters: Sequence[int]) -> Mismatch:
+def _refusal(group: GroupState, tickets: Sequence[Ticket], voters: Sequence[int]) -> Mismatch:
     """Who trains what others do not, with the parameters by their numbers."""
     first, theirs = voters[0], tickets[voters[0]].wanted
     other = next(member for member in voters if tickets[member].wanted != theirs)

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from pliant.control.handshake import host_in
-from pliant.coordinator.run_spec import Charter
+from pliant.coordinator.run_spec import RunSpec
 from pliant.coordinator.service import serve
 from pliant.errors import PliantError, UsageError
 from pliant.launch import run_directory
@@ -81,11 +81,11 @@ def coordinate(
     asyncio.run(serving)
 
 
-def _charter(directory: Path) -> Charter:
+def _charter(directory: Path) -> RunSpec:
     path = directory / run_directory.CHARTER
     try:
         fixed = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-        return msgspec.convert({**fixed, "version": version("pliant")}, type=Charter)
+        return msgspec.convert({**fixed, "version": version("pliant")}, type=RunSpec)
     except OSError:
         raise UsageError(f"no run in {directory}; give a run's directory with --dir") from None
     except msgspec.DecodeError as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pliant.environment import plain_environment
 from pliant.launch.logs import opened
-from pliant.launch.process import Owned
+from pliant.launch.process import OwnedProcess
 from pliant.launch.run_directory import JOURNAL, LOGS, PRIVATE, TOKEN
 
 DEATHS = 5
@@ -28,7 +28,7 @@ REFUSED_EXIT = 3
 """The coordinator says itself, in its last line, why it cannot be started: another try would not help."""
 
 
-class Coordination:
+class CoordinatorSupervisor:
     """Starts the coordinator and counts its deaths."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Coordination:
         self._log = directory / LOGS / "coordinator.log"
         self._deaths: deque[float] = deque(maxlen=DEATHS + 1)
         self._status: int | None = None
-        self._process: Owned | None = None
+        self._process: OwnedProcess | None = None
 
     @property
     def is_dead(self) -> bool:
@@ -61,7 +61,7 @@ class Coordination:
         # -P: a module of the user's directory must not take the place of one of Python's own.
         command = [sys.executable, "-P", "-m", "pliant.launch.coordinator_process"]
         with opened(self._log) as log:
-            self._process = Owned(
+            self._process = OwnedProcess(
                 [*command, str(self._directory), str(descriptor), how, str(self.term)],
                 plain_environment(),
                 self._ended,

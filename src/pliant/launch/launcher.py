@@ -39,11 +39,11 @@ from pliant.control.messages import (
 from pliant.coordinator.status import Status
 from pliant.errors import PliantError
 from pliant.launch import certificate_check
-from pliant.launch.coordinator_supervisor import Coordination
+from pliant.launch.coordinator_supervisor import CoordinatorSupervisor
 from pliant.launch.job import JobSpec, Screen
 from pliant.launch.preemption import noticed
 from pliant.launch.run_directory import Access
-from pliant.launch.worker_processes import Slots
+from pliant.launch.worker_processes import SlotProcesses
 
 TICK_S = 0.1
 """How often what was held back is shown and time is let pass."""
@@ -75,7 +75,7 @@ PATIENCE = 3
 """With this signal the launcher no longer waits for anybody; the second one made the coordinator kill."""
 
 
-class Agent:
+class Launcher:
     """One launcher in one run. With a ``coordination`` it owns the run, and keeps the coordinator alive."""
 
     def __init__(
@@ -84,14 +84,14 @@ class Agent:
         ui: Screen,
         directory: Path,
         access: Access,
-        coordination: Coordination | None = None,
+        coordination: CoordinatorSupervisor | None = None,
     ) -> None:
         self._spec = spec
         self._ui = ui
         self._directory = directory
         self._access = access
         self._tls = certificate_check.asked(access)
-        self._slots = Slots(spec, directory, access, ui.output, self._exited, owns=coordination is not None)
+        self._slots = SlotProcesses(spec, directory, access, ui.output, self._exited, owns=coordination is not None)
         self._coordination = coordination
         if coordination is not None:
             coordination.died = self._coordinator_died

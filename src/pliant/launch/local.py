@@ -20,20 +20,20 @@ from pliant.control.handshake import address_of
 from pliant.control.messages import Over
 from pliant.core.journal import records as journal
 from pliant.launch import certificate_check, run_directory
-from pliant.launch.coordinator_supervisor import Coordination
-from pliant.launch.job import JobSpec, Outcome, Screen, Silent, check
+from pliant.launch.coordinator_supervisor import CoordinatorSupervisor
+from pliant.launch.job import JobOutcome, JobSpec, Screen, Silent, check
 from pliant.launch.process import Stream
 from pliant.launch.run_directory import HOST, NO_TLS, Access, Trust, newest
 
 if TYPE_CHECKING:
-    from pliant.launch.launcher import Agent
+    from pliant.launch.launcher import Launcher
 
 __all__ = [
     "HOST",
     "NO_TLS",
     "Access",
+    "JobOutcome",
     "JobSpec",
-    "Outcome",
     "Screen",
     "Silent",
     "Stream",
@@ -46,17 +46,17 @@ __all__ = [
 ]
 
 
-def run(spec: JobSpec, *, ui: Screen | None = None) -> Outcome:
+def run(spec: JobSpec, *, ui: Screen | None = None) -> JobOutcome:
     """Run a job to its end."""
     return asyncio.run(run_job(spec, ui=ui or Silent()))
 
 
-def join(spec: JobSpec, access: Access, *, ui: Screen | None = None) -> Outcome:
+def join(spec: JobSpec, access: Access, *, ui: Screen | None = None) -> JobOutcome:
     """Give a running job more workers, until it ends or they are to leave."""
     return asyncio.run(join_job(spec, access, ui=ui or Silent()))
 
 
-async def run_job(spec: JobSpec, *, ui: Screen) -> Outcome:
+async def run_job(spec: JobSpec, *, ui: Screen) -> JobOutcome:
     """Run a job to its end in this event loop."""
     check(spec)
     if spec.resume:
@@ -79,12 +79,12 @@ async def run_job(spec: JobSpec, *, ui: Screen) -> Outcome:
 
         publish()
         how = "rewind" if spec.resume else "start"
-        with contextlib.closing(Coordination(directory, listener, how, publish)) as coordination:
+        with contextlib.closing(CoordinatorSupervisor(directory, listener, how, publish)) as coordination:
             coordination.start()
             return await _followed(_agent(spec, ui, directory, access, coordination), ui, directory)
 
 
-async def join_job(spec: JobSpec, access: Access, *, ui: Screen) -> Outcome:
+async def join_job(spec: JobSpec, access: Access, *, ui: Screen) -> JobOutcome:
     """Be an agent of the run at ``access`` in this event loop."""
     check(spec)
     directory = run_directory.made(spec.directory, spec.script)
@@ -98,21 +98,21 @@ async def join_job(spec: JobSpec, access: Access, *, ui: Screen) -> Outcome:
 
 
 def _agent(
-    spec: JobSpec, ui: Screen, directory: Path, access: Access, coordination: Coordination | None = None
-) -> Agent:
+    spec: JobSpec, ui: Screen, directory: Path, access: Access, coordination: CoordinatorSupervisor | None = None
+) -> Launcher:
     # Loaded now: the coordinator's process loads its own share meanwhile, and no worker starts before both are done.
-    from pliant.launch.launcher import Agent
+    from pliant.launch.launcher import Launcher
 
-    return Agent(spec, ui, directory, access, coordination)
+    return Launcher(spec, ui, directory, access, coordination)
 
 
-async def _followed(agent: Agent, ui: Screen, directory: Path) -> Outcome:
+async def _followed(agent: Launcher, ui: Screen, directory: Path) -> JobOutcome:
     try:
         with agent.signals():
             end: Over = await agent.followed()
     finally:
         agent.dispose()
-    outcome = Outcome(end.exit_status, agent.status, directory, end.reason, end.completed)
+    outcome = JobOutcome(end.exit_status, agent.status, directory, end.reason, end.completed)
     ui.ended(outcome)
     return outcome
 

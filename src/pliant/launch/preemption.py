@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Callable
 
 from pliant.environment import plain_environment
-from pliant.launch.process import Owned
+from pliant.launch.process import OwnedProcess
 
 COMMAND_S = 10.0
 """Metadata services answer in milliseconds; a command that hangs must not hide a later notice."""
@@ -45,7 +45,7 @@ async def _status(command: str) -> int | None:
         if not ended.done():
             ended.set_result(status)
 
-    asking = Owned(["/bin/sh", "-c", command], plain_environment(), end, output=subprocess.DEVNULL)
+    asking = OwnedProcess(["/bin/sh", "-c", command], plain_environment(), end, output=subprocess.DEVNULL)
     try:
         async with asyncio.timeout(COMMAND_S):
             return await ended

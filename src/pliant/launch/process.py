@@ -29,7 +29,7 @@ Stream = Literal["stdout", "stderr"]
 _CHUNK = 1 << 16
 
 
-class Owned:
+class OwnedProcess:
     """A running process. ``ended`` gets its wait status, in the event loop, once."""
 
     def __init__(
@@ -114,11 +114,11 @@ class WorkerProcess:
         self._last_error = LastError()
         self._loop = asyncio.get_running_loop()
         self._pipes: dict[Stream, IO[bytes]] = {}
-        self._owned: Owned | None = None
+        self._owned: OwnedProcess | None = None
 
     def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
         """Start the command in a session of its own."""
-        self._owned = Owned(command, environment, self._finish)
+        self._owned = OwnedProcess(command, environment, self._finish)
         process = self._owned.process
         assert process.stdout is not None and process.stderr is not None
         self._pipes = {"stdout": process.stdout, "stderr": process.stderr}

@@ -17,7 +17,7 @@ import msgspec
 
 from pliant import auth
 from pliant.control import tls
-from pliant.control.handshake import Door, check_brackets
+from pliant.control.handshake import Endpoint, check_brackets
 from pliant.environment import given_authority, given_token
 from pliant.errors import Refused, RunEnded, UsageError
 from pliant.launch import run_directory
@@ -106,7 +106,7 @@ def _answered(access: Access, method: str, path: str, body: bytes) -> tuple[int,
     except TimeoutError:
         raise RunEnded(f"the coordinator at {access.address} did not answer within {ANSWER_S:g} s; try again") from None
     except (OSError, http.client.HTTPException):
-        if access.authority is None and tls.speaks_tls(*Door(access.address, "").place, ANSWER_S):
+        if access.authority is None and tls.speaks_tls(*Endpoint(access.address, "").place, ANSWER_S):
             raise tls.wants_tls(access.address) from None
         raise RunEnded(f"the run is over: nobody listens at {access.address}") from None
     finally:

@@ -23,7 +23,7 @@ from pliant.launch.process import Stream, WorkerProcess
 from pliant.launch.run_directory import LOGS, Access
 
 
-class Slots:
+class SlotProcesses:
     """Starts, signals and ends processes by the names of their slots. Unknown names are passed over."""
 
     def __init__(

@@ -13,22 +13,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pliant.core.group_state import Group, Standing
+from pliant.core.group_state import GroupState, Standing
 from pliant.core.rounds import Settled
-from pliant.tensors.buffers import Buffers
+from pliant.tensors.buffers import ModelBuffers
 from pliant.types import WorkerId
 from pliant.worker.training import Training
 
 
 @dataclass(slots=True)
 class _View:
-    buffers: Buffers
+    buffers: ModelBuffers
     values: list[Tensor]
     changed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Handing:
+class BufferHandIn:
     """What one member has to do with a round's sums."""
 
     worker: WorkerId
@@ -38,13 +38,13 @@ class Handing:
     follows: bool
 
 
-def holders(group: Group) -> list[WorkerId]:
+def holders(group: GroupState) -> list[WorkerId]:
     """Members that hold the state; the first one is the leader."""
     pairs = zip(group.roster, group.standings, strict=True)
     return [worker for worker, standing in pairs if standing is not Standing.FOLLOWING]
 
 
-class Views:
+class BufferViews:
     """The views of all workers that have one."""
 
     def __init__(self, model: nn.Module, training: Training) -> None:
@@ -56,7 +56,7 @@ class Views:
         self._shown = _View(training.buffers, training.buffers.held())
         self._known: dict[WorkerId, _View] = {}
 
-    def change(self, group: Group) -> None:
+    def change(self, group: GroupState) -> None:
         """Another roster."""
         self._known = {worker: self._known[worker] for worker in holders(group) if worker in self._known}
         if group.exchange == 0:
@@ -75,7 +75,7 @@ class Views:
         """Let the model hold this worker's values."""
         self._show(self._of(worker))
 
-    def handed_in(self, group: Group, worker: WorkerId, weight: float) -> Tensor | None:
+    def handed_in(self, group: GroupState, worker: WorkerId, weight: float) -> Tensor | None:
         """This worker's part of the merged buffers."""
         view = self._of(worker)
         self._show(view)
@@ -105,7 +105,7 @@ class Views:
             view.buffers.live = self._live
         return bool(new)
 
-    def merge(self, group: Group, handed: Sequence[Handing], outcome: Settled) -> None:
+    def merge(self, group: GroupState, handed: Sequence[BufferHandIn], outcome: Settled) -> None:
         """Bring in the merged buffers, on every worker."""
         if not len(self._shown.buffers):
             return
@@ -140,7 +140,7 @@ class Views:
             self._show(view)
             view.buffers.hand_in(0.0, leader=False)
 
-    def drain(self, group: Group) -> None:
+    def drain(self, group: GroupState) -> None:
         """At the end of a loop the buffers are made equal."""
         if not len(self._shown.buffers) or not self._live:
             return
@@ -171,7 +171,7 @@ class Views:
 
     def _fresh(self) -> _View:
         """A view that begins with the group's values."""
-        buffers = Buffers(self._model)
+        buffers = ModelBuffers(self._model)
         buffers.live = self._live
         values = self._shown.buffers.merged()
         view = _View(buffers, values)

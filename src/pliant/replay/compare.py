@@ -16,13 +16,13 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from pliant.core.journal.records import PhaseRecord, PolicyRecord, RoundRecord
-from pliant.core.journal.trace import Part
+from pliant.core.journal.trace import TracedContribution
 from pliant.core.tickets import Flag, Kind
 from pliant.errors import Diverged, UsageError
 from pliant.replay.findings import Difference, Findings, of_weights
 from pliant.worker.elastic.signature import signature, summary
-from pliant.worker.script.calls import Opening
-from pliant.worker.session import Offer
+from pliant.worker.script.calls import ScriptCall
+from pliant.worker.session import JoinRequest
 from pliant.worker.training import Training
 
 # A loss per sample, or a norm, below this is compared as if it were this: nothing is left of it but rounding.
@@ -35,7 +35,7 @@ NAMES = {Kind.TRAIN: "batches", Kind.EVALUATE: "evaluate"}
 """What the script calls to open a phase."""
 
 
-def refuse_other_settings(offer: Offer, agreed: PolicyRecord | None) -> None:
+def refuse_other_settings(offer: JoinRequest, agreed: PolicyRecord | None) -> None:
     """The script must join as the run's did."""
     if agreed is None:
         raise UsageError("the journal has no phase: the run ended before it trained, and there is nothing to replay")
@@ -49,7 +49,7 @@ def refuse_other_settings(offer: Offer, agreed: PolicyRecord | None) -> None:
 
 
 def refuse_other_call(
-    call: Opening, limits: tuple[int | None, int | None], record: PhaseRecord, agreed: PolicyRecord | None
+    call: ScriptCall, limits: tuple[int | None, int | None], record: PhaseRecord, agreed: PolicyRecord | None
 ) -> None:
     """The script must open the phase that the run opened; ``limits``: of samples and updates, as the script has it."""
     where = f"phase {record.phase} (epoch {record.epoch + 1})"
@@ -77,7 +77,9 @@ class Comparison:
         self._weights = weights
         self._measured: dict[int, float] = {}
 
-    def ticket(self, part: Part, weight: float, loss: float, norm: float | None, reference: float) -> None:
+    def ticket(
+        self, part: TracedContribution, weight: float, loss: float, norm: float | None, reference: float
+    ) -> None:
         """All of a contribution is computed; ``norm`` of its gradient, squared: None if that or the loss is no number.
 
         ``reference``: the batch in units of which gradients are summed.
@@ -114,7 +116,7 @@ class Comparison:
                 what = "the squared norm of the mean gradient"
                 self._compare(what, here, recorded, _LEAST**2, told, "the group")
 
-    def evaluated(self, part: Part, total: float, count: float, number: int) -> None:
+    def evaluated(self, part: TracedContribution, total: float, count: float, number: int) -> None:
         """One worker's part of an exchange of an ``evaluate``, after round ``number``."""
         line = part.line
         assert line is not None

@@ -14,21 +14,21 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pliant.core.journal.trace import Part, Stretch, Update
-from pliant.core.rounds import Group
+from pliant.core.journal.trace import Segment, TracedContribution, TracedRound
+from pliant.core.rounds import GroupState
 from pliant.core.tickets import Flag
 from pliant.errors import Diverged
-from pliant.replay.buffers import Handing, Views
+from pliant.replay.buffers import BufferHandIn, BufferViews
 from pliant.replay.compare import Comparison
-from pliant.tensors.gradients import Buffer
+from pliant.tensors.gradients import FlatGradients
 from pliant.worker.training import Training
 
 
 @dataclass(slots=True)
-class _Take:
+class _ReplayedContribution:
     """A contribution as it is computed here."""
 
-    buffer: Buffer | None = None
+    buffer: FlatGradients | None = None
     weight: float = 0.0
     loss: Tensor | float = 0.0
     norm: float | None = 0.0
@@ -41,25 +41,25 @@ class _Take:
     """a backward pass has failed"""
 
 
-class Takes:
+class ReplayedContributions:
     """Those that no update has used up yet."""
 
-    def __init__(self, training: Training, views: Views, comparison: Comparison) -> None:
+    def __init__(self, training: Training, views: BufferViews, comparison: Comparison) -> None:
         self._training = training
         self._views = views
         self._comparison = comparison
-        self._takes: dict[Part, _Take] = {}
-        self._spare: list[Buffer] = []
+        self._takes: dict[TracedContribution, _ReplayedContribution] = {}
+        self._spare: list[FlatGradients] = []
         self._weights_before: list[Tensor] = []
         """of the last update, where look-aheads may depart from them"""
 
-    def add(self, part: Part, weight: float, loss_sum: Tensor | float) -> None:
+    def add(self, part: TracedContribution, weight: float, loss_sum: Tensor | float) -> None:
         """A micro-batch of it is computed; its gradients lie in the buffer."""
         take = self._takes[part]
         take.weight += weight
         take.loss = take.loss + loss_sum
 
-    def leave_out(self, part: Part) -> None:
+    def leave_out(self, part: TracedContribution) -> None:
         """A backward pass of it has failed: nothing that was computed of it counts."""
         take = self._takes[part]
         take.weight, take.loss, take.left_out = 0.0, 0.0, True
@@ -73,24 +73,24 @@ class Takes:
 
     # -- evaluate
 
-    def begin_evaluating(self, part: Part) -> None:
+    def begin_evaluating(self, part: TracedContribution) -> None:
         """Only sums and counts follow."""
-        self._takes.setdefault(part, _Take())
+        self._takes.setdefault(part, _ReplayedContribution())
 
-    def evaluated(self, part: Part) -> tuple[float, float]:
+    def evaluated(self, part: TracedContribution) -> tuple[float, float]:
         """All of its part of an exchange is computed: sum and count."""
-        take = self._takes.pop(part, _Take())
+        take = self._takes.pop(part, _ReplayedContribution())
         return float(take.loss), take.weight
 
     # -- training
 
-    def begin(self, stretch: Stretch, group: Group) -> None:
+    def begin(self, stretch: Segment, group: GroupState) -> None:
         """Put the model where this stretch was computed."""
         part, training = stretch.part, self._training
         take = self._takes.get(part)
         begun = take is not None
         if take is None:
-            take = self._takes[part] = _Take(scale=training.scale)
+            take = self._takes[part] = _ReplayedContribution(scale=training.scale)
         before = None if begun else part.before
         if before is not None and (before.round == 0 or before.round > group.round):
             # It was handed in before this one was begun.
@@ -108,12 +108,14 @@ class Takes:
         if before is not None and before.round == 0:
             self._let_go(self._takes.pop(before))
 
-    def apply(self, item: Update, group: Group) -> float:
+    def apply(self, item: TracedRound, group: GroupState) -> float:
         """Make the update of a round, from ``group``; the learning rate that it was made with."""
         training, outcome, record = self._training, item.outcome, item.record
         training.back()
         takes = [
-            _Take(finished=True) if part.line is None or part.line.flags & Flag.FOLLOWING else self._finish(part, group)
+            _ReplayedContribution(finished=True)
+            if part.line is None or part.line.flags & Flag.FOLLOWING
+            else self._finish(part, group)
             for part in item.parts
         ]
         present = 0
@@ -134,21 +136,21 @@ class Takes:
             self._let_go(take)
         return rate
 
-    def _go_ahead(self, before: Part | None, blank: Buffer, group: Group) -> None:
+    def _go_ahead(self, before: TracedContribution | None, blank: FlatGradients, group: GroupState) -> None:
         """Look ahead as this worker did, from the contribution that it had handed in."""
         training = self._training
         if before is None or training.lookahead is None:
             raise Diverged(f"round {group.round}: the run looked ahead where the script has nothing to look from")
-        handed = self._takes.get(before, _Take())
+        handed = self._takes.get(before, _ReplayedContribution())
         training.gradients.fill(handed.buffer or blank, begun=True)
         training.park(handed.weight, handed.norm, handed.present)
         if not before.point.fresh and self._weights_before:
             training.lookahead.depart_from(self._weights_before)
         training.look_ahead(group.rate.factor)
 
-    def _finish(self, part: Part, group: Group) -> _Take:
+    def _finish(self, part: TracedContribution, group: GroupState) -> _ReplayedContribution:
         """Everything of a contribution is computed: what its ticket says is known."""
-        take = self._takes.setdefault(part, _Take())
+        take = self._takes.setdefault(part, _ReplayedContribution())
         if take.finished:
             return take
         take.finished = True
@@ -173,10 +175,10 @@ class Takes:
         self._comparison.ticket(part, take.weight, loss, take.norm, training.reference)
         return take
 
-    def _merge(self, item: Update, takes: list[_Take]) -> None:
+    def _merge(self, item: TracedRound, takes: list[_ReplayedContribution]) -> None:
         """Bring in the merged buffers, on every worker."""
         handed = [
-            Handing(
+            BufferHandIn(
                 worker,
                 take.merged,
                 computed=take.buffer is not None,
@@ -186,7 +188,7 @@ class Takes:
         ]
         self._views.merge(item.before, handed, item.outcome)
 
-    def _summed(self, takes: list[_Take], layout: bytes) -> Buffer:
+    def _summed(self, takes: list[_ReplayedContribution], layout: bytes) -> FlatGradients:
         """The sum of all contributions, in the buffer of the first."""
         parameters = self._training.parameters
         for take in takes:
@@ -200,12 +202,12 @@ class Takes:
                 into.add_(flat)
         return buffers[0]
 
-    def _blank(self, members: bytes) -> Buffer:
+    def _blank(self, members: bytes) -> FlatGradients:
         """One with nothing in it, for these parameters."""
         self._spare = [buffer for buffer in self._spare if buffer.members == members]
-        return self._spare.pop() if self._spare else Buffer(self._training.parameters, members)
+        return self._spare.pop() if self._spare else FlatGradients(self._training.parameters, members)
 
-    def _let_go(self, take: _Take) -> None:
+    def _let_go(self, take: _ReplayedContribution) -> None:
         """Its gradients are not needed any more."""
         if take.buffer is not None:
             take.buffer.clear()

@@ -10,7 +10,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Iterator
 
-from pliant.core.journal.trace import Bodies, Ended, Exchange, Item, Opened, Part, Score, Start, Stretch
+from pliant.core.journal.trace import (
+    Bodies,
+    Item,
+    Opened,
+    PhaseEnded,
+    Segment,
+    Trace,
+    TracedContribution,
+    TracedExchange,
+    TraceStart,
+)
 from pliant.core.ledger import MicroBatch
 from pliant.errors import UsageError
 
@@ -18,18 +28,18 @@ from pliant.errors import UsageError
 _AHEAD = 64
 
 
-class Reading:
+class TraceCursor:
     """Follows the script through the items."""
 
     def __init__(self, items: list[Item]) -> None:
         self._items = items
         self._cursor = 0
-        self._waiting: list[Stretch] = []
+        self._waiting: list[Segment] = []
         """of the bodies that come next"""
-        self._stretch: Stretch | None = None
+        self._stretch: Segment | None = None
         """that the script is in, and what is left of it"""
         self._left: list[MicroBatch] = []
-        self.part: Part | None = None
+        self.part: TracedContribution | None = None
         """whose micro-batch was drawn last"""
         self.computed = True
         """``backward`` was called for it, or none was drawn"""
@@ -52,7 +62,7 @@ class Reading:
 
     # -- loop bodies
 
-    def lay_out(self, stretches: Iterable[Stretch]) -> None:
+    def lay_out(self, stretches: Iterable[Segment]) -> None:
         """These are to be computed next."""
         self._waiting = [stretch for stretch in stretches if stretch.micro_batches]
 
@@ -66,7 +76,7 @@ class Reading:
         """Whether something is left to be drawn before the next item."""
         return bool(self._left or self._waiting)
 
-    def begun(self) -> Stretch | None:
+    def begun(self) -> Segment | None:
         """The stretch that begins now; None inside one."""
         if self._left:
             return None
@@ -95,23 +105,23 @@ class Reading:
             found += stretch.micro_batches
         nested = 0
         for item in self.to_come():
-            if len(found) >= _AHEAD or (isinstance(item, Ended) and item.record.phase == phase):
+            if len(found) >= _AHEAD or (isinstance(item, PhaseEnded) and item.record.phase == phase):
                 break
             match item:
                 case Opened():
                     nested += 1
-                case Ended():
+                case PhaseEnded():
                     nested -= 1
                 case Bodies() if not nested:
                     found += [mb for stretch in item.stretches for mb in stretch.micro_batches]
-                case Exchange() if not nested:
+                case TracedExchange() if not nested:
                     found += [mb for part in item.parts for mb in part.micro_batches]
                 case _:
                     pass
         return tuple(found[:_AHEAD])
 
 
-def start_before(score: Score, since: int, there: Collection[str]) -> Start:
+def start_before(score: Trace, since: int, there: Collection[str]) -> TraceStart:
     """The last checkpoint up to round ``since`` that is there and can be started from."""
     for start in reversed(score.starts):
         if start.checkpoint.round <= since and start.checkpoint.name in there:

@@ -2,8 +2,8 @@
 
 Question  How does one script go the way that the journal says all workers went?
 Holds     It stands in for ``Worker``: the script's own loop body computes every contribution of every worker, each at
-          the point where it was computed (``Takes``), and ``Training`` makes the updates. Nothing is decided here: who
-          computed what, and what became of it, is the journal's.
+          the point where it was computed (``ReplayedContributions``), and ``Training`` makes the updates. Nothing is
+          decided here: who computed what, and what became of it, is the journal's.
 Source    docs/design/0012-replay.md.
 """
 
@@ -19,41 +19,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pliant.core.group_state import Group, Past, founded
+from pliant.core.group_state import FinishedPhase, GroupState, founded
 from pliant.core.journal.records import PhaseEndRecord, PolicyRecord
 from pliant.core.journal.trace import (
     Agreed,
     Bodies,
     Changed,
-    Ended,
-    Exchange,
     Item,
     Opened,
+    PhaseEnded,
     Rewound,
-    Score,
-    Start,
-    Stretch,
-    Update,
+    Segment,
+    Trace,
+    TracedExchange,
+    TracedRound,
+    TraceStart,
 )
 from pliant.core.ledger import MicroBatch
 from pliant.core.rounds import Settled
 from pliant.core.tickets import Kind, Sums
 from pliant.errors import Diverged, UsageError
 from pliant.replay import buffers
-from pliant.replay.buffers import Views
+from pliant.replay.buffers import BufferViews
 from pliant.replay.compare import NAMES, Comparison, refuse_other_call, refuse_other_settings
-from pliant.replay.contributions import Takes
-from pliant.replay.cursor import Reading, start_before
+from pliant.replay.contributions import ReplayedContributions
+from pliant.replay.cursor import TraceCursor, start_before
 from pliant.replay.findings import EXACT, LOOSE, Findings
 from pliant.worker.elastic.catch_up import install_state
-from pliant.worker.script.calls import Opening
+from pliant.worker.script.calls import ScriptCall
 from pliant.worker.script.hooks import ReplayedHooks, told
 from pliant.worker.script.hooks import Update as Told
-from pliant.worker.session import Membership, Offer
+from pliant.worker.session import JoinRequest, Session
 from pliant.worker.training import Training
 
 
-class Over(SystemExit):
+class ReplayOver(SystemExit):
     """As far as the run is to be replayed, it has been: ends the script."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Over(SystemExit):
 
 
 @dataclass(slots=True)
-class _Call:
+class _ReplayedCall:
     """A call of ``batches`` or ``evaluate`` that the script is in."""
 
     kind: Kind
@@ -75,15 +75,15 @@ class _Call:
     outputs: list[tuple[MicroBatch, bytes]] = field(default_factory=list)
 
 
-class Player:
+class Replayer:
     """Plays all workers of a run, to one script."""
 
     leads = False
 
     def __init__(
         self,
-        score: Score,
-        offer: Offer,
+        score: Trace,
+        offer: JoinRequest,
         findings: Findings,
         *,
         since: int | None,
@@ -97,11 +97,11 @@ class Player:
         self._until = until
         self._saving = offer.saving(score.run.job)
         self._start = None if since is None else self._found_start(score, since)
-        self._reading = Reading(score.items)
-        self._exchanging: Exchange | None = None
+        self._reading = TraceCursor(score.items)
+        self._exchanging: TracedExchange | None = None
         """the part of an ``evaluate`` that is being computed"""
-        self._calls: list[_Call] = []
-        self._last: _Call | None = None
+        self._calls: list[_ReplayedCall] = []
+        self._last: _ReplayedCall | None = None
         """the one that the script has just left"""
         self._micro_batch: MicroBatch | None = None
         """that was drawn last"""
@@ -120,10 +120,10 @@ class Player:
         self.last_trained: Settled | None = None
         self.applied_rate = self.training.rate
         self._comparison = Comparison(findings, weights)
-        self._views = Views(offer.model, self.training)
-        self._takes = Takes(self.training, self._views, self._comparison)
+        self._views = BufferViews(offer.model, self.training)
+        self._takes = ReplayedContributions(self.training, self._views, self._comparison)
 
-    def _found_start(self, score: Score, since: int) -> Start:
+    def _found_start(self, score: Trace, since: int) -> TraceStart:
         if self._saving is None:
             raise UsageError("--from starts at a checkpoint, but the script calls join without checkpoint=…")
         return start_before(score, since, self._saving.names())
@@ -156,7 +156,7 @@ class Player:
 
     # -- what the script calls
 
-    def open(self, call: Opening) -> int | Past:
+    def open(self, call: ScriptCall) -> int | FinishedPhase:
         """Enter the phase that the run opened next."""
         self.hooks.refuse("evaluate" if call.kind is Kind.EVALUATE else "batches")
         self._leave_body()
@@ -167,7 +167,7 @@ class Player:
                     return self._passed_by(item, self._start) if self._start is not None else item.record.phase
                 case Bodies() if not item.stretches:
                     pass
-                case Bodies() | Update() | Exchange():
+                case Bodies() | TracedRound() | TracedExchange():
                     raise Diverged(
                         f"the script calls {NAMES[call.kind]} after round {self.group.round}, where the run went on "
                         "with the loop it was in"
@@ -189,18 +189,18 @@ class Player:
             match item:
                 case Bodies():
                     self._reading.lay_out(item.stretches)
-                case Exchange():
-                    self._reading.lay_out(Stretch(part, part.micro_batches, ahead=False) for part in item.parts)
+                case TracedExchange():
+                    self._reading.lay_out(Segment(part, part.micro_batches, ahead=False) for part in item.parts)
                     self._exchanging = item
                     if not self._reading.is_laid_out:
                         self._complete_exchange()
-                case Update():
+                case TracedRound():
                     self._update(item)
                 case Opened():
                     self._pass_over_evaluate(item)
                 case _:
                     self._pass(item)
-                    if isinstance(item, Ended) and item.record.phase == phase:
+                    if isinstance(item, PhaseEnded) and item.record.phase == phase:
                         return None
             if self._reading.is_laid_out:
                 return self._drawn()
@@ -242,7 +242,7 @@ class Player:
         if self.inside is not Kind.TRAIN or self._reading.is_under_way:
             return False
         following = next(self._reading.to_come(), None)
-        if not isinstance(following, Update):
+        if not isinstance(following, TracedRound):
             return False
         self._leave_body()
         next(self._reading.rest())
@@ -260,18 +260,18 @@ class Player:
                     "replay runs one script for all of them, so let `break` depend on what is the same on all workers "
                     "right after run.step() has returned True (run.round, run.samples, a result of evaluate)"
                 )
-            if isinstance(item, Update):
+            if isinstance(item, TracedRound):
                 self._update(item)
             elif not isinstance(item, Bodies):
                 self._pass(item)
-            if isinstance(item, Ended) and item.record.phase == phase:
+            if isinstance(item, PhaseEnded) and item.record.phase == phase:
                 break
         self.left()
 
-    def left(self) -> Past | None:
+    def left(self) -> FinishedPhase | None:
         """The script is out of its innermost call: how that ended."""
         self._last = call = self._calls.pop()
-        return Past(call.kind, 0, call.result, results=call.results)
+        return FinishedPhase(call.kind, 0, call.result, results=call.results)
 
     def note_progress(self) -> None:
         """Nobody waits."""
@@ -290,7 +290,7 @@ class Player:
         if self._closed:
             return
         for item in self._reading.to_come():
-            if isinstance(item, Update | Opened) or (isinstance(item, Bodies) and item.stretches):
+            if isinstance(item, TracedRound | Opened) or (isinstance(item, Bodies) and item.stretches):
                 raise Diverged(f"the script ends after round {self.group.round}, where the run went on")
         self.findings.complete = True
         self._comparison.weights(self._model, self.training, self.group.round)
@@ -324,7 +324,7 @@ class Player:
                 self._change(item)
             case Rewound():
                 self._rewind(item)
-            case Ended():
+            case PhaseEnded():
                 self._end_phase(item.record, item.group)
             case _:
                 raise AssertionError(item)
@@ -332,7 +332,7 @@ class Player:
     def _stop(self) -> None:
         """As far as the journal goes, or as the user wants."""
         self._comparison.weights(self._model, self.training, self.group.round)
-        raise Over
+        raise ReplayOver
 
     def _change(self, item: Changed) -> None:
         group = item.group
@@ -348,30 +348,30 @@ class Player:
         # Inside an ``evaluate`` the model shows the merged values already.
         self._views.begin_anew([self.me], shown=self.inside is Kind.EVALUATE)
 
-    def _enter(self, call: Opening, item: Opened) -> None:
+    def _enter(self, call: ScriptCall, item: Opened) -> None:
         record = item.record
         # The order that is compared is made by what the run's policy says.
         self.group = item.group
         refuse_other_call(call, self._limit, record, self._agreed)
-        self._calls.append(_Call(call.kind, record.phase))
+        self._calls.append(_ReplayedCall(call.kind, record.phase))
         if call.kind is Kind.TRAIN:
             self._views.begin(self.training.buffers.training_bits())
 
-    def _passed_by(self, opened: Opened, start: Start) -> int | Past:
+    def _passed_by(self, opened: Opened, start: TraceStart) -> int | FinishedPhase:
         """This phase began before the checkpoint: go to its end without a computation, or to the checkpoint."""
         for item in self._reading.up_to(start.item):
             if isinstance(item, Agreed):
                 self._agreed = item.record
             elif not isinstance(item, Bodies):
                 self.group = item.group
-            if isinstance(item, Ended) and item.record.phase == opened.record.phase:
+            if isinstance(item, PhaseEnded) and item.record.phase == opened.record.phase:
                 call = self._calls.pop()
                 results = item.record.results or None
-                return Past(call.kind, opened.record.epoch, item.record.result, results=results)
+                return FinishedPhase(call.kind, opened.record.epoch, item.record.result, results=results)
         self._begin_at(start)
         return opened.record.phase
 
-    def _begin_at(self, start: Start) -> None:
+    def _begin_at(self, start: TraceStart) -> None:
         """The script is where the checkpoint was written: hold its state, as every worker did."""
         assert self._saving is not None
         self._start = None
@@ -394,11 +394,11 @@ class Player:
         for passed in self._rest():
             if isinstance(passed, Changed | Rewound):
                 self._pass(passed)
-            if isinstance(passed, Ended) and passed.record.phase == item.record.phase:
+            if isinstance(passed, PhaseEnded) and passed.record.phase == item.record.phase:
                 self.group = passed.group
                 return
 
-    def _end_phase(self, record: PhaseEndRecord, group: Group) -> None:
+    def _end_phase(self, record: PhaseEndRecord, group: GroupState) -> None:
         call = next((call for call in self._calls if call.phase == record.phase), None)
         self.group = group
         if call is None:
@@ -420,7 +420,7 @@ class Player:
         if record.result is not None and not group.open and not group.past.ended_inside:
             self.training.evaluated(record.result)
 
-    def _exchanged(self, item: Exchange) -> None:
+    def _exchanged(self, item: TracedExchange) -> None:
         """All of an exchange of an ``evaluate`` is computed."""
         call = self._calls[-1]
         for part in item.parts:
@@ -447,7 +447,7 @@ class Player:
         if self._reading.leave_body() and self.inside is not Kind.EVALUATE:
             self.training.back()
 
-    def _update(self, item: Update) -> None:
+    def _update(self, item: TracedRound) -> None:
         """What all members did when a round was settled."""
         rates = self.training.rates(item.outcome.factor)
         self.applied_rate = self._takes.apply(item, self.group)
@@ -471,8 +471,8 @@ class Player:
 
 
 def enrolled(
-    offer: Offer, score: Score, findings: Findings, *, since: int | None, until: int | None, weights: Path | None
-) -> Membership:
+    offer: JoinRequest, score: Trace, findings: Findings, *, since: int | None, until: int | None, weights: Path | None
+) -> Session:
     """The membership of a script that is replayed."""
-    player: Any = Player(score, offer, findings, since=since, until=until, weights=weights)
-    return Membership(player, None, offer.carried)
+    player: Any = Replayer(score, offer, findings, since=since, until=until, weights=weights)
+    return Session(player, None, offer.carried)

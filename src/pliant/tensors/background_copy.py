@@ -30,7 +30,7 @@ _PAGE_BYTES = 4096
 _ALIGN = 64
 
 
-class Room:
+class CopyMemory:
     """Memory for the copy of a state, in use before the copy begins."""
 
     def __init__(self, *states: Any) -> None:
@@ -57,10 +57,10 @@ class Room:
         return self._memory[start:stop].view(dtype).view(tuple(shape))
 
 
-class Copying:
+class BackgroundCopy:
     """A copy that is being made."""
 
-    def __init__(self, room: Room | None = None) -> None:
+    def __init__(self, room: CopyMemory | None = None) -> None:
         self._room_for = allocation.fresh if room is None else room.take
         self._pieces: deque[Callable[[], None]] = deque()
         self._condition = threading.Condition()
@@ -144,7 +144,7 @@ def _version(source: Any) -> int:
 
 
 def _size_of(value: Any) -> int:
-    """What a copy takes of a ``Room``."""
+    """What a copy takes of a ``CopyMemory``."""
     if isinstance(value, dict):
         return sum(map(_size_of, value.values()))
     if isinstance(value, list | tuple):

@@ -27,7 +27,7 @@ _LEAST_BYTES = 32 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Bucket:
     """Some parameters that lie side by side in the flat buffer of their dtype: elements ``start`` to ``stop``."""
 
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Part:
     members: tuple[int, ...]
 
 
-def cut(parameters: Sequence[Parameter], places: Mapping[int, tuple[int, int]]) -> list[Part]:
+def cut(parameters: Sequence[Parameter], places: Mapping[int, tuple[int, int]]) -> list[Bucket]:
     """The parts; ``places``: where each parameter that is laid out begins and ends in the flat buffer of its dtype."""
     if any(parameters[index].device.type != "cpu" for index in places):
         # There the norm of a part would hold up the pass. Unmeasured, so as it was: summed after the pass.
@@ -46,7 +46,7 @@ def cut(parameters: Sequence[Parameter], places: Mapping[int, tuple[int, int]]) 
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index in places:
         by_dtype.setdefault(parameters[index].dtype, []).append(index)
-    found: list[Part] = []
+    found: list[Bucket] = []
     for dtype, indexes in by_dtype.items():
         members: list[int] = []
         size = 0
@@ -54,13 +54,13 @@ def cut(parameters: Sequence[Parameter], places: Mapping[int, tuple[int, int]]) 
             members.append(index)
             size += parameters[index].numel() * parameters[index].element_size()
             if size >= enough or index == indexes[0]:
-                found.append(Part(dtype, places[members[-1]][0], places[members[0]][1], tuple(members)))
+                found.append(Bucket(dtype, places[members[-1]][0], places[members[0]][1], tuple(members)))
                 members, size = [], 0
     return sorted(found, key=lambda part: part.members[-1], reverse=True)
 
 
 @dataclass(slots=True)
-class Pass:
+class BackwardPass:
     """What one backward pass has completed so far."""
 
     ready: Callable[[int], None]
@@ -89,10 +89,12 @@ class Pass:
 
 
 @contextmanager
-def watched(parameters: Sequence[Parameter], parts: Sequence[Part], ready: Callable[[int], None]) -> Iterator[Pass]:
+def watched(
+    parameters: Sequence[Parameter], parts: Sequence[Bucket], ready: Callable[[int], None]
+) -> Iterator[BackwardPass]:
     """Tell ``ready`` of each part that the backward pass in here completes."""
     part_of = {index: place for place, part in enumerate(parts) for index in part.members}
-    backward = Pass(ready, [len(part.members) for part in parts], part_of)
+    backward = BackwardPass(ready, [len(part.members) for part in parts], part_of)
     hooks = [
         parameters[index].register_post_accumulate_grad_hook(partial(backward.got, index))
         for index in part_of

@@ -31,7 +31,7 @@ class _Statistics:
     momentum: float | None
 
 
-class Buffers:
+class ModelBuffers:
     """The buffers of ``model`` that change during training. Bit i of a bitmap stands for buffer i.
 
     A buffer joins the merge once some worker has changed it (``grow``): constant ones never travel.

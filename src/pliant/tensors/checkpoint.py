@@ -71,7 +71,7 @@ class Manifest(msgspec.Struct, frozen=True):
     version: int = VERSION
 
 
-class Store:
+class CheckpointStore:
     """The checkpoints of one job under an address: a directory, or anything else that fsspec knows."""
 
     def __init__(self, address: str, job: str) -> None:

@@ -24,7 +24,7 @@ _SMALL_BYTES = 1 << 18
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Fingerprint:
+class WeightsDigest:
     """Digests of ``tensors``, which change in place."""
 
     def __init__(self, tensors: Sequence[Tensor], *, parts: int, reduces: bool) -> None:

@@ -2,8 +2,8 @@
 
 Question  How do two processes that share a token exchange messages and large memory over a plain connection?
 Holds     Both prove that they know the token, which is never sent, before either sends anything else. Every length is
-          checked before memory is taken for it. Whatever is wrong with what the peer sent is ``Broken``, with a text
-          that reads on from "the donor at …". Nothing is secret: use it in a network you trust.
+          checked before memory is taken for it. Whatever is wrong with what the peer sent is ``StreamBroken``, with a
+          text that reads on from "the donor at …". Nothing is secret: use it in a network you trust.
 Source    ours; docs/design/0007-elastic.md. Challenge and response by HMAC (RFC 2104), CRC-32 as in zlib.
 
     donor: greeting, nonce   newcomer: nonce, HMAC(token, "newcomer", both)   donor: HMAC(token, "donor", both)
@@ -39,7 +39,7 @@ _CHUNK = struct.Struct("!II")
 _LENGTH = struct.Struct("!I")
 
 
-class Broken(Exception):
+class StreamBroken(Exception):
     """The stream cannot be trusted or has ended; says why."""
 
 
@@ -52,24 +52,24 @@ def welcome(reader: BinaryIO, writer: BinaryIO, token: str) -> None:
     writer.flush()
     theirs = _read(reader, NONCE_BYTES)
     if not is_proof(_read(reader, PROOF_BYTES), token, b"newcomer", mine, theirs):
-        raise Broken("does not know the token of the job")
+        raise StreamBroken("does not know the token of the job")
     writer.write(proof(token, b"donor", theirs, mine))
     writer.flush()
 
 
 def introduce(reader: BinaryIO, writer: BinaryIO, token: str) -> None:
     if _read(reader, len(_GREETING)) != _GREETING:
-        raise Broken("is no donor of this version of Pliant")
+        raise StreamBroken("is no donor of this version of Pliant")
     theirs = _read(reader, NONCE_BYTES)
     mine = secrets.token_bytes(NONCE_BYTES)
     writer.write(mine + proof(token, b"newcomer", theirs, mine))
     writer.flush()
     try:
         answer = _read(reader, PROOF_BYTES)
-    except (Broken, ConnectionError):
-        raise Broken("did not accept the token of the job") from None
+    except (StreamBroken, ConnectionError):
+        raise StreamBroken("did not accept the token of the job") from None
     if not is_proof(answer, token, b"donor", mine, theirs):
-        raise Broken("does not know the token of the job")
+        raise StreamBroken("does not know the token of the job")
 
 
 # -- bytes
@@ -79,7 +79,7 @@ def decoded(frame: bytes, kind: Any) -> Any:
     try:
         return _decoder(kind).decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise Broken(f"sent a message that makes no sense: {error}") from None
+        raise StreamBroken(f"sent a message that makes no sense: {error}") from None
 
 
 @functools.cache
@@ -90,13 +90,15 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 def read_frame(reader: BinaryIO) -> bytes:
     (length,) = _LENGTH.unpack(_read(reader, _LENGTH.size))
     if length > FRAME_BYTES:
-        raise Broken(f"announces a message of {length} bytes, more than {FRAME_BYTES}")
+        raise StreamBroken(f"announces a message of {length} bytes, more than {FRAME_BYTES}")
     return _read(reader, length)
 
 
 def write_frame(writer: BinaryIO, payload: bytes) -> None:
     if len(payload) > FRAME_BYTES:
-        raise Broken(f"cannot be sent a message of {len(payload)} bytes, more than {FRAME_BYTES}: ask for less at once")
+        raise StreamBroken(
+            f"cannot be sent a message of {len(payload)} bytes, more than {FRAME_BYTES}: ask for less at once"
+        )
     writer.write(_LENGTH.pack(len(payload)))
     writer.write(payload)
 
@@ -116,10 +118,10 @@ def read_chunks(reader: BinaryIO, memory: memoryview) -> None:
     for chunk in _slices(memory):
         length, checksum = _CHUNK.unpack(_read(reader, _CHUNK.size))
         if length != len(chunk):
-            raise Broken(f"sent a chunk of {length} bytes in place of {len(chunk)}")
+            raise StreamBroken(f"sent a chunk of {length} bytes in place of {len(chunk)}")
         _read_into(reader, chunk)
         if zlib.crc32(chunk) != checksum:
-            raise Broken("sent a damaged chunk: its checksum is wrong")
+            raise StreamBroken("sent a damaged chunk: its checksum is wrong")
 
 
 def _read(reader: BinaryIO, length: int) -> bytes:
@@ -132,7 +134,7 @@ def _read_into(reader: Any, memory: memoryview) -> None:
     while len(memory):
         count = reader.readinto(memory)
         if not count:
-            raise Broken("ended the stream too early")
+            raise StreamBroken("ended the stream too early")
         memory = memory[count:]
 
 

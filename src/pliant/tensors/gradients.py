@@ -37,7 +37,7 @@ _OWN_BACKWARD = (
 )
 
 
-class Buffer:
+class FlatGradients:
     """One contribution's gradients: flat tensors, one per dtype, and a view for every parameter that is laid out."""
 
     def __init__(self, parameters: Sequence[Parameter], members: bytes | None = None) -> None:
@@ -84,12 +84,12 @@ class Buffer:
                 view.zero_()
 
     @torch.no_grad()
-    def laid_out_for(self, parameters: Sequence[Parameter], members: bytes) -> Buffer:
+    def laid_out_for(self, parameters: Sequence[Parameter], members: bytes) -> FlatGradients:
         """The same gradients in another layout; what that has no room for is dropped."""
         if members == self.members:
             self.loose = {}
             return self
-        other, present = Buffer(parameters, members), self.present()
+        other, present = FlatGradients(parameters, members), self.present()
         other.trained = self.trained
         for index, view in enumerate(other.views):
             own = self.views[index] if self.views[index] is not None else self.loose.get(index)
@@ -156,20 +156,20 @@ class _Making:
         self._parameters = parameters
         self._members = members
         self._count = count
-        self._made: list[Buffer] = []
+        self._made: list[FlatGradients] = []
         # Not a daemon: at its end Python would stop such a thread inside of torch, which aborts the process.
         self._thread = threading.Thread(target=self._make, name="pliant-memory")
         self._thread.start()
 
     def _make(self) -> None:
         for _ in range(self._count):
-            self._made.append(Buffer(self._parameters, self._members))
+            self._made.append(FlatGradients(self._parameters, self._members))
 
-    def result(self) -> list[Buffer]:
+    def result(self) -> list[FlatGradients]:
         """All of them; what could not be made there fails here."""
         self._thread.join()
         missing = self._count - len(self._made)
-        return [*self._made, *(Buffer(self._parameters, self._members) for _ in range(missing))]
+        return [*self._made, *(FlatGradients(self._parameters, self._members) for _ in range(missing))]
 
 
 class Gradients:
@@ -190,8 +190,8 @@ class Gradients:
         everything = bitmap(range(len(self.parameters)), len(self.parameters))
         self._members = everything if members is None else members
         """what contributions are laid out for"""
-        self._spare: Buffer | None = None
-        self._filling: Buffer | None = None
+        self._spare: FlatGradients | None = None
+        self._filling: FlatGradients | None = None
         self._versions: list[int] = []
         self._frozen: set[int] = set()
         """laid out, and without a gradient for as long as the script has it frozen"""
@@ -214,8 +214,8 @@ class Gradients:
             self._spare, self._making = (spare[0] if spare else None), None
             self._attach()
 
-    def _new(self) -> Buffer:
-        return Buffer(self.parameters, self._members)
+    def _new(self) -> FlatGradients:
+        return FlatGradients(self.parameters, self._members)
 
     def _attach(self) -> None:
         """Point every ``p.grad`` at the buffer to be filled."""
@@ -353,7 +353,7 @@ class Gradients:
     # -- handing in
 
     @property
-    def filling(self) -> Buffer | None:
+    def filling(self) -> FlatGradients | None:
         """The buffer of the contribution in progress; None where there is no group."""
         self._begin()
         return self._filling
@@ -371,13 +371,13 @@ class Gradients:
             self._show()
             self._versions = self._filling.seen()
 
-    def _release(self, filling: Buffer) -> None:
+    def _release(self, filling: FlatGradients) -> None:
         """Parameters that are laid out no more have no gradient."""
         assert self._filling is not None
         for index in {*members_of(filling.members), *filling.loose} - set(members_of(self._filling.members)):
             self.parameters[index].grad = None
 
-    def hand_in(self, *, overlap: bool, returning: bool) -> Buffer | None:
+    def hand_in(self, *, overlap: bool, returning: bool) -> FlatGradients | None:
         """Give the filled buffer to the summation; with an overlap, fill the other one from now on.
 
         ``returning``: the other one is still to be applied and comes by ``take_back``.
@@ -394,7 +394,7 @@ class Gradients:
                 self._attach()
         return filled
 
-    def expose(self, filled: Buffer | None, present: int) -> None:
+    def expose(self, filled: FlatGradients | None, present: int) -> None:
         """Make ``p.grad`` what the optimizer shall see: the reduced gradient, None where nobody had any."""
         for index in self.optimized:
             p = self.parameters[index]
@@ -403,7 +403,7 @@ class Gradients:
             elif filled is not None:
                 p.grad = filled.views[index]
 
-    def take_back(self, filled: Buffer | None) -> None:
+    def take_back(self, filled: FlatGradients | None) -> None:
         """The update (or the skip) is done with ``filled``: clear it; it is filled next, or kept as the spare one."""
         if filled is None:
             self._attach()
@@ -422,7 +422,7 @@ class Gradients:
         self._spare = filled
         self._show()
 
-    def lose(self, filled: Buffer | None) -> None:
+    def lose(self, filled: FlatGradients | None) -> None:
         """``filled`` is somebody else's from now on (a summation that has failed may still be writing to it)."""
         if filled is not None and (self._filling is None or self._filling is filled):
             spare, self._spare = self._spare, None
@@ -431,7 +431,7 @@ class Gradients:
         elif filled is not None:
             self._show()
 
-    def fill(self, buffer: Buffer, *, begun: bool) -> None:
+    def fill(self, buffer: FlatGradients, *, begun: bool) -> None:
         """Accumulate in ``buffer`` from now on; ``begun``: it has a part of the contribution already."""
         self._begin()
         self._filling = buffer

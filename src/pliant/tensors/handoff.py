@@ -163,7 +163,7 @@ class Donor:
                 threading.Thread(target=self._attend, args=(connection,), name="pliant-giving", daemon=True).start()
 
     def _attend(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError, framing.Broken), connection:
+        with contextlib.suppress(OSError, framing.StreamBroken), connection:
             framing.close_in_children(connection)
             if not self._met(connection):
                 return
@@ -259,7 +259,7 @@ def _send_answer(writer: BinaryIO, waiting: _Waiting) -> None:
         tensor = tensors.pop()
         framing.write_chunks(writer, bytes_of(tensor.detach().cpu().contiguous()))
         if tensor._version != waiting.versions.get(id(tensor), tensor._version):
-            raise framing.Broken("was sent a tensor that somebody changed meanwhile")
+            raise framing.StreamBroken("was sent a tensor that somebody changed meanwhile")
     if isinstance(head, _State):
         framing.write_frame(writer, _WHOLE)
     writer.flush()
@@ -316,7 +316,7 @@ class Recipient:
             self._fail("sent nothing for too long")
         except OSError as error:
             self._fail(f"is out of reach: {error.strerror or error}")
-        except framing.Broken as error:
+        except framing.StreamBroken as error:
             self._fail(str(error))
 
     def _fail(self, reason: str) -> None:
@@ -328,7 +328,7 @@ class Recipient:
         try:
             connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_GREETING_S)
         except (ValueError, OverflowError):
-            raise framing.Broken("has no address of the form host:port") from None
+            raise framing.StreamBroken("has no address of the form host:port") from None
         framing.close_in_children(connection)
         with self._lock:
             self._connection = connection
@@ -360,7 +360,7 @@ class Recipient:
             with contextlib.suppress(queue.Empty):
                 return self._requests.get(timeout=_LOOK_S)
             if framing.hung_up(connection):
-                raise framing.Broken("has closed the connection")
+                raise framing.StreamBroken("has closed the connection")
         return None
 
 
@@ -374,7 +374,7 @@ def _read_answer(
     head: _Head = framing.decoded(frame, _Head)
     match head:
         case _Refusal(reason):
-            raise framing.Broken(f"refused: {reason}")
+            raise framing.StreamBroken(f"refused: {reason}")
         case _State():
             return head.exchange, _read_state(reader, head, note)
 
@@ -382,14 +382,14 @@ def _read_answer(
 def _read_state(reader: BinaryIO, head: _State, note: Note = lambda exchange, part: None) -> dict[str, Any]:
     note(head.exchange, 0.0)
     if head.skeleton_bytes > SKELETON_BYTES:
-        raise framing.Broken(f"announces a skeleton of {head.skeleton_bytes} bytes, more than {SKELETON_BYTES}")
+        raise framing.StreamBroken(f"announces a skeleton of {head.skeleton_bytes} bytes, more than {SKELETON_BYTES}")
     skeleton = bytearray(head.skeleton_bytes)
     framing.read_chunks(reader, memoryview(skeleton))
     try:
         # Nothing is allocated before both ends agree on how much it is.
         size = size_of(described(bytes(skeleton)))
         if size != head.tensor_bytes:
-            raise framing.Broken(f"announces {head.tensor_bytes} bytes of tensors and describes {size}")
+            raise framing.StreamBroken(f"announces {head.tensor_bytes} bytes of tensors and describes {size}")
         tensors = blank_tensors(bytes(skeleton))
         here = 0
         for tensor in tensors:
@@ -397,10 +397,10 @@ def _read_state(reader: BinaryIO, head: _State, note: Note = lambda exchange, pa
             here += tensor.nbytes
             note(head.exchange, here / max(1, size))
         if framing.read_frame(reader) != _WHOLE:
-            raise framing.Broken("sent a state without an end")
+            raise framing.StreamBroken("sent a state without an end")
         state = rebuilt(bytes(skeleton), tensors)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, MemoryError, StopIteration) as error:
-        raise framing.Broken(f"sent a state that makes no sense: {type(error).__name__}: {error}") from None
+        raise framing.StreamBroken(f"sent a state that makes no sense: {type(error).__name__}: {error}") from None
     if not isinstance(state, dict):
-        raise framing.Broken("sent a state that is no dict")
+        raise framing.StreamBroken("sent a state that is no dict")
     return state

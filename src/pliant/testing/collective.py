@@ -401,7 +401,7 @@ class Meetings:
 
 
 class VirtualForming:
-    """A group that is being formed: ``tensors.process_group.gloo.Forming``."""
+    """A group that is being formed: ``tensors.process_group.gloo.FormingGroup``."""
 
     def __init__(self, meetings: Meetings, link: VirtualLink, attempt: int, place: int, members: int) -> None:
         self.process = link.process

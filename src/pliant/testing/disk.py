@@ -18,7 +18,7 @@ from pliant.testing.clock import Process, World
 
 
 class VirtualDisk:
-    """``tensors.checkpoint.Store`` without files; outlives every process."""
+    """``tensors.checkpoint.CheckpointStore`` without files; outlives every process."""
 
     finished = False
     """there is a journal"""

@@ -91,7 +91,7 @@ class Flat:
         self.values = values
 
 
-class _View:
+class _NumberView:
     """One parameter's part of a buffer."""
 
     __slots__ = ("_flat", "_index")
@@ -111,16 +111,16 @@ class _View:
 
 
 class VirtualBuffer:
-    """One contribution's gradients: ``tensors.gradients.Buffer``."""
+    """One contribution's gradients: ``tensors.gradients.FlatGradients``."""
 
     def __init__(self, members: bytes = ALL) -> None:
         self.members = members
         laid_out = [[index for index in part if index in members_of(members)] for part in PARTS]
         self.flats = self.parts = [Flat([0] * len(part)) for part in laid_out if part]
-        self.views: list[_View | None] = [None] * PARAMETERS
+        self.views: list[_NumberView | None] = [None] * PARAMETERS
         for flat, part in zip(self.flats, (part for part in laid_out if part), strict=True):
             for place, index in enumerate(part):
-                self.views[index] = _View(flat, place)
+                self.views[index] = _NumberView(flat, place)
         self.loose: dict[int, int] = {}
         self.trained: bytes | None = None
         self.present = 0
@@ -272,7 +272,7 @@ class VirtualGradients:
 
 
 class VirtualBuffers:
-    """``tensors.buffers.Buffers`` with one running value, or none."""
+    """``tensors.buffers.ModelBuffers`` with one running value, or none."""
 
     def __init__(self, count: int) -> None:
         self._own = [0] * count
@@ -390,8 +390,8 @@ class VirtualLookAhead:
         self._plain = held
 
 
-class VirtualFingerprint:
-    """``tensors.digest.Fingerprint``: one parameter at a time."""
+class VirtualWeightsDigest:
+    """``tensors.digest.WeightsDigest``: one parameter at a time."""
 
     arithmetic = 1
 
@@ -496,7 +496,7 @@ class VirtualTraining(Training):
         self.measured = (0, 0.0)
         self.weighed = (0, 0)
         self.sketches, self.sketch = False, 0.0
-        self.fingerprint: Any = VirtualFingerprint(numbers)
+        self.fingerprint: Any = VirtualWeightsDigest(numbers)
         self.scheduler = VirtualScheduler(self.optimizer)
         self._scheduler, self._schedule_by = self.scheduler, "batch"
         self.schedule_guard = ScheduleGuard(self.scheduler, self.optimizer)

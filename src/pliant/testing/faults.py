@@ -18,7 +18,7 @@ from pliant.core.group_state import Standing
 
 if TYPE_CHECKING:
     from pliant.testing.clock import Process
-    from pliant.testing.simulation import Script, Simulation
+    from pliant.testing.simulation import Simulation, VirtualScript
 
 OCCASIONS = (
     "settled",
@@ -86,13 +86,13 @@ class Fault(msgspec.Struct, frozen=True):
         _DOES[self.what](simulation, self, about)
 
 
-def _impaired(simulation: Simulation, script: Script, until_s: float) -> None:
+def _impaired(simulation: Simulation, script: VirtualScript, until_s: float) -> None:
     """So long that it may be given up for lost."""
     script.impaired_until_s = max(script.impaired_until_s, until_s)
     simulation.judge()
 
 
-def _victim(simulation: Simulation, fault: Fault, about: str | None) -> tuple[Process, Script] | None:
+def _victim(simulation: Simulation, fault: Fault, about: str | None) -> tuple[Process, VirtualScript] | None:
     living = [(process, script) for process, script in simulation.scripts.items() if process.alive]
     if fault.whom < 0 and about:
         own = fault.whom == -1

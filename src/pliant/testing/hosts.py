@@ -20,7 +20,7 @@ from websockets.exceptions import ConnectionClosed
 from pliant.control import messages
 from pliant.coordinator.coordinator import Coordinator
 from pliant.coordinator.journal import JournalFile
-from pliant.coordinator.run_spec import Charter
+from pliant.coordinator.run_spec import RunSpec
 from pliant.coordinator.service import TICK_S
 from pliant.core.membership import events
 from pliant.errors import UsageError
@@ -48,7 +48,7 @@ class _Path:
         return _File(self)
 
 
-class _State:
+class _VirtualStateFile:
     """The state file on the virtual disk."""
 
     def __init__(self) -> None:
@@ -110,12 +110,12 @@ class _Peer:
 class Host:
     """Where the coordinator runs."""
 
-    def __init__(self, world: World, network: Network, charter: Charter) -> None:
+    def __init__(self, world: World, network: Network, charter: RunSpec) -> None:
         self.world = world
         self.network = network
         self.charter = charter
         self.disk = _Path()
-        self._state = _State()
+        self._state = _VirtualStateFile()
         self.term = 0
         self.coordinator: Coordinator | None = None
         self.end: events.Ended | None = None
@@ -223,7 +223,7 @@ class Host:
         self._do(coordinator, lambda: (coordinator.agent_connected if agent else coordinator.connected)(peer))
 
 
-class Launcher:
+class VirtualLauncher:
     """A launcher with its processes."""
 
     def __init__(

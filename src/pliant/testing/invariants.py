@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pliant.core.drift import Drift
-from pliant.core.group_state import Group, Standing
+from pliant.core.group_state import GroupState, Standing
 from pliant.core.journal import records as journal
 from pliant.core.journal import trace
 from pliant.core.journal.audit import audit
@@ -27,7 +27,7 @@ from pliant.testing.clock import World
 from pliant.testing.exact import PARAMETERS, VirtualTraining
 from pliant.testing.link import VirtualLink
 from pliant.types import WorkerId
-from pliant.worker.journal import Reporter
+from pliant.worker.journal import JournalReporter
 
 
 class Violation(AssertionError):
@@ -84,10 +84,10 @@ class Checker:
         """who only went along with the last round of a loop, or leaves: it is not judged"""
         self._reference, self._buffers = reference, buffers
         self._last: dict[str, tuple[int, int, int]] = {}
-        self._states: dict[tuple[int, int], tuple[str, Group]] = {}
+        self._states: dict[tuple[int, int], tuple[str, GroupState]] = {}
         self._weights: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}
         self._tickets: dict[tuple[int, int], Sequence[Ticket]] = {}
-        self._ends: list[tuple[str, tuple[int, ...], dict[str, Any], Group]] = []
+        self._ends: list[tuple[str, tuple[int, ...], dict[str, Any], GroupState]] = []
         self._dead = 0
         """so many of them, the first ones, died before their scripts went on; the last to die comes first"""
         self._records: list[journal.Record] = []
@@ -106,7 +106,7 @@ class Checker:
         first = self._leaders.setdefault(round_, name)
         self.require(first == name, f"{first} and {name} both lead at round {round_}")
 
-    def passed(self, link: VirtualLink, group: Group, training: VirtualTraining, what: str) -> None:
+    def passed(self, link: VirtualLink, group: GroupState, training: VirtualTraining, what: str) -> None:
         """A worker has settled an exchange, or entered an era."""
         name, at = link.worker, (group.era, group.exchange)
         self.settled_s = self.world.now_s
@@ -148,7 +148,7 @@ class Checker:
         most = max(COPIES * sum(p.nbytes for p in training.parameters), SMALL_BYTES)
         self.require(kept_bytes <= most, f"{name} keeps {kept_bytes} bytes of gradients, and {most} are too many")
 
-    def _compare(self, name: str, standing: Standing, group: Group, weights: tuple[int, ...]) -> None:
+    def _compare(self, name: str, standing: Standing, group: GroupState, weights: tuple[int, ...]) -> None:
         """Weights are the same, but for the rounds until a worker is named whose own were changed."""
         at = (group.era, group.exchange)
         if self._flipped and standing is Standing.LEAVING:
@@ -170,7 +170,7 @@ class Checker:
             f"weights differ since round {self._differ}, and nobody was named until {at}",
         )
 
-    def struck(self, name: str, group: Group) -> None:
+    def struck(self, name: str, group: GroupState) -> None:
         """Somebody's weights were changed."""
         self._flipped.add(name)
         self._changed.add(name)
@@ -180,7 +180,7 @@ class Checker:
         # Nobody is left to compare with, or to take the right weights over from.
         self.tainted = self.tainted or not others
 
-    def _named(self, group: Group, differs: Drift) -> None:
+    def _named(self, group: GroupState, differs: Drift) -> None:
         """Some workers' weights are said to differ."""
         if (group.era, group.round) in self._judged:
             return
@@ -196,7 +196,7 @@ class Checker:
         self._changed -= named
         self._healing |= dict.fromkeys(named, (group.era, group.exchange))
 
-    def settled(self, group: Group, outcome: Settled, handed_in: Sequence[Ticket]) -> None:
+    def settled(self, group: GroupState, outcome: Settled, handed_in: Sequence[Ticket]) -> None:
         """The tickets of an exchange."""
         if outcome.kind is not Kind.TRAIN:
             return
@@ -214,7 +214,7 @@ class Checker:
         )
         self._tickets[group.era, outcome.round] = handed_in
 
-    def ended(self, name: str, training: VirtualTraining, state: dict[str, Any], group: Group) -> None:
+    def ended(self, name: str, training: VirtualTraining, state: dict[str, Any], group: GroupState) -> None:
         """A worker has come to the end of its script with everybody's results."""
         self.over = True
         if self._flipped and group.standings[group.roster.index(WorkerId(name))] is Standing.LEAVING:
@@ -222,7 +222,7 @@ class Checker:
             return
         self._ends.append((name, training.plain_values(), dict(state), group))
 
-    def updated(self, name: str, training: VirtualTraining, group: Group) -> None:
+    def updated(self, name: str, training: VirtualTraining, group: GroupState) -> None:
         """A script follows the last update: it has the weights and buffers of all others there.
 
         Not of those that are lost, or of another era: buffers may have been made equal anew.
@@ -356,7 +356,7 @@ class _Applied:
         self.round, self.clip_norm = record.round, record.clip_norm
 
 
-def _patience(group: Group) -> int:
+def _patience(group: GroupState) -> int:
     """Rounds within which a difference is seen: every part has had its turn, and the tickets have told."""
     return group.policy.watched * PARAMETERS + 10
 
@@ -371,15 +371,15 @@ def _tell_a_difference(handed_in: Sequence[Ticket]) -> bool:
     return len({ticket.weights for ticket in handed_in if last and ticket.weights_round == last}) > 1
 
 
-def _difference(one: Group, other: Group) -> str:
+def _difference(one: GroupState, other: GroupState) -> str:
     """The first field in which two states differ."""
-    for name in Group.__struct_fields__:
+    for name in GroupState.__struct_fields__:
         if getattr(one, name) != getattr(other, name):
             return f"{name} is {getattr(one, name)!r:.300} and {getattr(other, name)!r:.300}"
     return "nothing"
 
 
-class Observer(Reporter):
+class Observer(JournalReporter):
     """The real witness, with a checker looking over its shoulder."""
 
     kept_bytes: Callable[[], int] = staticmethod(lambda: 0)
@@ -395,17 +395,17 @@ class Observer(Reporter):
         super().moved(link)
         self._seen = link
 
-    def opened(self, group: Group, openings: list[Ticket]) -> None:
+    def opened(self, group: GroupState, openings: list[Ticket]) -> None:
         super().opened(group, openings)
         self._checker.passed(self._seen, group, self._training, "opened")
 
-    def settled(self, group: Group, outcome: Settled, handed_in: list[Ticket], rate: float) -> None:
+    def settled(self, group: GroupState, outcome: Settled, handed_in: list[Ticket], rate: float) -> None:
         self._checker.settled(group, outcome, handed_in)
         super().settled(group, outcome, handed_in, rate)
         self._checker.kept(self._seen.worker, self.kept_bytes(), self._training)
         self._checker.passed(self._seen, group, self._training, "settled")
 
-    def era(self, group: Group, entries: Sequence[Entry] | None, *, sends: bool) -> None:
+    def era(self, group: GroupState, entries: Sequence[Entry] | None, *, sends: bool) -> None:
         super().era(group, entries, sends=sends)
         if group.exchange > 0:
             self._checker.passed(self._seen, group, self._training, "entered")

@@ -18,7 +18,7 @@ from websockets.exceptions import ConnectionClosed
 
 from pliant.control import link
 from pliant.control.connect import CONNECT_S, FAREWELL_S
-from pliant.control.line_buffer import Keeping
+from pliant.control.line_buffer import LineBuffer
 from pliant.control.link import AGAIN_S, GIVE_UP_S, Link, Position
 from pliant.control.mailbox import Mailbox
 from pliant.control.messages import (
@@ -111,7 +111,7 @@ class VirtualLink(Link):
         socket = self._dialled(blocking=True)
         hello = Hello(slot=slot, pid=process.pid, version=version)
         self.mailbox = Mailbox(self._greet(socket, hello))  # type: ignore[arg-type]
-        self._lines = Keeping(self.mailbox)
+        self._lines = LineBuffer(self.mailbox)
         self.sends_lines = False
         self._beat_every_s = self.mailbox.welcome.dead_after_s / 10
         self._attach(socket)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pliant.core import consistency, rounds, tickets
-from pliant.core.group_state import Group
+from pliant.core.group_state import GroupState
 from pliant.core.tickets import Ticket
 
 
@@ -22,7 +22,7 @@ def remembered() -> Iterator[None]:
     """Remember the decisions of ``core.rounds``, digests and the tickets' contents."""
     originals = rounds.settled, rounds.opened, consistency.digest, tickets.unpack
     unpacked: dict[bytes, tuple[Ticket, int]] = {}
-    digests: dict[int, tuple[Group, int]] = {}
+    digests: dict[int, tuple[GroupState, int]] = {}
     unpack = tickets.unpack
 
     def seen(data: bytes) -> tuple[Ticket, int]:
@@ -31,7 +31,7 @@ def remembered() -> Iterator[None]:
             found = unpacked[data] = unpack(data)
         return found
 
-    def digest(group: Group) -> int:
+    def digest(group: GroupState) -> int:
         found = digests.get(id(group))
         if found is None:
             found = digests[id(group)] = group, originals[2](group)
@@ -45,12 +45,12 @@ def remembered() -> Iterator[None]:
         rounds.settled, rounds.opened, consistency.digest, tickets.unpack = originals
 
 
-def _once(decide: Callable[[Group, Sequence[Ticket]], Any]) -> Callable[[Group, Sequence[Ticket]], Any]:
+def _once(decide: Callable[[GroupState, Sequence[Ticket]], Any]) -> Callable[[GroupState, Sequence[Ticket]], Any]:
     # The arguments are kept, so that no other value can have their identity.
     decided: dict[tuple[int, ...], tuple[Any, ...]] = {}
-    known: dict[tuple[int, int], list[Group]] = {}
+    known: dict[tuple[int, int], list[GroupState]] = {}
 
-    def decision(group: Group, handed_in: Sequence[Ticket]) -> Any:
+    def decision(group: GroupState, handed_in: Sequence[Ticket]) -> Any:
         key = (id(group), *map(id, handed_in))
         found = decided.get(key)
         if found is None:

@@ -1,9 +1,9 @@
 """A whole run in virtual time: the real coordinator and the real workers' loops, from a seed.
 
 Question  Does the protocol hold whatever happens, whenever it happens?
-Holds     ``Coordinator``, ``Worker``, ``Place``, ``Eras``, ``Takeover``, ``Reporter``, ``Mailbox``, ``Link``'s books
-          and ``core`` are the production code; clock, network, disk, processes and tensors are virtual. A scene and
-          a seed give one history. Every invariant is checked all the way; see ``invariants``.
+Holds     ``Coordinator``, ``Worker``, ``Rendezvous``, ``Eras``, ``CatchUp``, ``JournalReporter``, ``Mailbox``,
+          ``Link``'s books and ``core`` are the production code; clock, network, disk, processes and tensors are
+          virtual. A scene and a seed give one history. Every invariant is checked all the way; see ``invariants``.
 Source    ours; docs/design/0007-elastic.md.
 """
 
@@ -17,8 +17,8 @@ import msgspec
 from msgspec.structs import replace
 
 from pliant.control.messages import Signature
-from pliant.coordinator.run_spec import Charter
-from pliant.core.group_state import Past, Policy, Standing, founded
+from pliant.coordinator.run_spec import RunSpec
+from pliant.core.group_state import FinishedPhase, Policy, Standing, founded
 from pliant.core.ledger import MicroBatch, samples_of
 from pliant.core.membership.roster import Stopping
 from pliant.core.membership.shutdown import QUIET_EXIT
@@ -29,7 +29,7 @@ from pliant.testing.clock import Process, World
 from pliant.testing.collective import Meetings, VirtualForming
 from pliant.testing.disk import VirtualDisk, VirtualTask
 from pliant.testing.exact import VirtualTraining
-from pliant.testing.hosts import Host, Launcher
+from pliant.testing.hosts import Host, VirtualLauncher
 from pliant.testing.invariants import Checker, Observer, Violation
 from pliant.testing.link import VirtualLink, connected
 from pliant.testing.memo import remembered
@@ -37,14 +37,14 @@ from pliant.testing.network import Network
 from pliant.testing.transfer import Streams, VirtualDonor, VirtualRecipient
 from pliant.types import WorkerId
 from pliant.worker import session
-from pliant.worker.checkpoint_writer import Saving
+from pliant.worker.checkpoint_writer import CheckpointWriter
 from pliant.worker.elastic.eras import Eras
-from pliant.worker.elastic.rendezvous import Place
+from pliant.worker.elastic.rendezvous import Rendezvous
 from pliant.worker.loop import Worker
-from pliant.worker.script.calls import Counted, Opening
+from pliant.worker.script.calls import Counted, ScriptCall
 from pliant.worker.script.hooks import Update
-from pliant.worker.session import Membership
-from pliant.worker.submit import Ready
+from pliant.worker.session import Session
+from pliant.worker.submit import BucketReady
 
 _VERSION = "sim"
 # Beyond dead_after, until the next round is applied: DESIGN, invariant 6.
@@ -143,10 +143,10 @@ class Simulation:
         self.streams.breaks, self.streams.state_s = scene.stream_breaks, scene.state_s
         self.streams.parameters_s, self.streams.late_heads = scene.parameters_s, scene.late_heads
         self.disk = VirtualDisk(world, scene.damaged)
-        charter = Charter("sim", "script.py", _VERSION, scene.workers, scene.dead_after_s, grace_s=1.0)
+        charter = RunSpec("sim", "script.py", _VERSION, scene.workers, scene.dead_after_s, grace_s=1.0)
         self.host = Host(world, self.network, charter)
         self.host.appended = lambda coordinator: self.checker.journaled(self.host.disk.content)
-        self.scripts: dict[Process, Script] = {}
+        self.scripts: dict[Process, VirtualScript] = {}
         self.started = 0
         self.pending = 0
         """faults that may still strike"""
@@ -165,13 +165,15 @@ class Simulation:
         for fault in scene.faults:
             fault.plan(self)
 
-    def _launched(self, workers: int, *, owner: bool, walled: str = "") -> Launcher:
+    def _launched(self, workers: int, *, owner: bool, walled: str = "") -> VirtualLauncher:
         def start(slot: str, pid: int, ended: Callable[[Process, int], None]) -> Process:
             process = self._start(slot, pid, ended)
             process.walled = walled
             return process
 
-        launcher = Launcher(self.world, self.network, start, workers=workers, owner=owner, host=self.host, grace_s=1.0)
+        launcher = VirtualLauncher(
+            self.world, self.network, start, workers=workers, owner=owner, host=self.host, grace_s=1.0
+        )
         launcher.signal = self._terminated  # type: ignore[method-assign]
         return launcher
 
@@ -181,7 +183,7 @@ class Simulation:
 
     def _start(self, slot: str, pid: int, ended: Callable[[Process, int], None]) -> Process:
         number, self.started = self.started, self.started + 1
-        script = Script(self, slot, number)
+        script = VirtualScript(self, slot, number)
         process = Process(self.world, slot, pid, script.run)
         self.scripts[process] = script
         self.meetings.watch(process)
@@ -226,7 +228,7 @@ class Simulation:
     # -- watching
 
     @property
-    def living(self) -> list[Script]:
+    def living(self) -> list[VirtualScript]:
         """The scripts of processes that live."""
         return [script for process, script in self.scripts.items() if process.alive]
 
@@ -312,7 +314,7 @@ def _described(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {failure}{where}"
 
 
-class Script:
+class VirtualScript:
     """A user's script in one process, through the worker's interface as ``pliant.run`` uses it."""
 
     def __init__(self, simulation: Simulation, slot: str, number: int) -> None:
@@ -381,7 +383,7 @@ class Script:
         self.link = link
         return link
 
-    def _joined(self) -> Membership:
+    def _joined(self) -> Session:
         """``membership._entered``."""
         simulation, process, scene = self.simulation, self.process, self.scene
         link = self._connected()
@@ -406,7 +408,7 @@ class Script:
         settings = {"dead_after": repr(scene.dead_after_s), "hung_after": repr(scene.hung_after_s)}
         described = Signature("sim", [("p", [1], "float32")], settings)
 
-        def placed(link: VirtualLink) -> Place:
+        def placed(link: VirtualLink) -> Rendezvous:
             forming: list[VirtualForming] = []
 
             def form(attempt: int, place: int, members: int) -> Any:
@@ -423,9 +425,9 @@ class Script:
             link.concluded = self._concluded
             link.departed = lambda: self.simulation.checker.departed(self.name)
             link.unheard = lambda: self.simulation.checker.unheard(self.name)
-            return Place(link, form, described, donor.address, clock=process.world.clock, sleep=process.idle)
+            return Rendezvous(link, form, described, donor.address, clock=process.world.clock, sleep=process.idle)
 
-        def come_back() -> Place:
+        def come_back() -> Rendezvous:
             eras.place.link.close()
             return placed(self._connected())
 
@@ -462,14 +464,16 @@ class Script:
         except PliantError as error:
             session._depart(link, error)
             raise
-        return Membership(worker, None, carried, eras)
+        return Session(worker, None, carried, eras)
 
-    def _saving(self) -> Saving | None:
+    def _saving(self) -> CheckpointWriter | None:
         every_s, process = self.scene.checkpoint_every_s, self.process
         if every_s is None:
             return None
         clock = process.world.clock
-        return Saving(self.simulation.disk, "sim", _VERSION, every_s, clock, lambda work: VirtualTask(process, work))
+        return CheckpointWriter(
+            self.simulation.disk, "sim", _VERSION, every_s, clock, lambda work: VirtualTask(process, work)
+        )
 
     def _concluded(self) -> None:
         # Who breaks, or leaves, does not see every update.
@@ -492,7 +496,7 @@ class Script:
 
     # -- the loop
 
-    def _train(self, place: Membership) -> None:
+    def _train(self, place: Session) -> None:
         worker, scene, world = self._worker, self.scene, self.process.world
         place.plan(scene.epochs, scene.samples)
         worker.limit(scene.samples, scene.steps)
@@ -516,8 +520,8 @@ class Script:
 
     def _batches(self, epoch: int) -> None:
         worker, scene, world = self._worker, self.scene, self.process.world
-        phase = worker.open(Opening(Kind.TRAIN, epoch, Counted(scene.length, 0), self.size, 0))
-        if isinstance(phase, Past):
+        phase = worker.open(ScriptCall(Kind.TRAIN, epoch, Counted(scene.length, 0), self.size, 0))
+        if isinstance(phase, FinishedPhase):
             return
         while (micro_batch := worker.draw(phase)) is not None:
             if scene.breaks and world.chance(scene.breaks):
@@ -587,8 +591,8 @@ class Script:
         self.process.compute(self.pace_s * self.slowness * samples_of(micro_batch))
         return [position for start, stop in micro_batch for position in range(start, stop)]
 
-    def _backward(self, epoch: int, positions: list[int]) -> Callable[[Ready | None], None]:
-        def compute(ready: Ready | None) -> None:
+    def _backward(self, epoch: int, positions: list[int]) -> Callable[[BucketReady | None], None]:
+        def compute(ready: BucketReady | None) -> None:
             def told(part: int) -> None:
                 if ready is not None:
                     ready(part)
@@ -601,9 +605,9 @@ class Script:
     def _evaluate(self, epoch: int) -> None:
         worker, scene = self._worker, self.scene
         with self.training.plain():
-            phase = worker.open(Opening(Kind.EVALUATE, epoch, Counted(scene.evaluated, 1), self.size, 0))
-            if isinstance(phase, Past):
-                past: Past | None = phase
+            phase = worker.open(ScriptCall(Kind.EVALUATE, epoch, Counted(scene.evaluated, 1), self.size, 0))
+            if isinstance(phase, FinishedPhase):
+                past: FinishedPhase | None = phase
             else:
                 while (micro_batch := worker.draw(phase)) is not None:
                     positions = self._compute(micro_batch)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pliant.core.group_state import Group, founded
+from pliant.core.group_state import GroupState, founded
 from pliant.core.regrouping import Entry
 from pliant.core.rounds import Settled
 from pliant.core.tickets import Kind, Ticket
@@ -24,7 +24,7 @@ from pliant.run import Run, join
 from pliant.tensors.process_group import gloo as groups
 from pliant.types import WorkerId
 from pliant.worker.loop import Worker
-from pliant.worker.session import Membership, Offer, formed, taken_over
+from pliant.worker.session import JoinRequest, Session, formed, taken_over
 
 _attempts = itertools.count(1)
 
@@ -49,7 +49,7 @@ class _Channel:
 
 
 @dataclass
-class Record:
+class WorkerRecord:
     """What one worker settled, round by round."""
 
     outcomes: list[Settled] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Record:
 class _Recorder:
     """A witness that keeps what it sees, and stops its worker when another one has failed."""
 
-    def __init__(self, record: Record, failed: threading.Event) -> None:
+    def __init__(self, record: WorkerRecord, failed: threading.Event) -> None:
         self._record = record
         self._failed = failed
         self._overlaps = False
@@ -73,7 +73,7 @@ class _Recorder:
         if self._failed.is_set():
             raise RunEnded("another worker of the test failed")
 
-    def era(self, group: Group, entries: Sequence[Entry] | None, *, sends: bool) -> None: ...
+    def era(self, group: GroupState, entries: Sequence[Entry] | None, *, sends: bool) -> None: ...
 
     def joined(self, records: int) -> None: ...
 
@@ -83,10 +83,10 @@ class _Recorder:
 
     def rewound(self, name: str, records: int, worker: str, round_: int) -> None: ...
 
-    def opened(self, group: Group, openings: list[Ticket]) -> None:
+    def opened(self, group: GroupState, openings: list[Ticket]) -> None:
         self._overlaps = group.overlaps(Kind.TRAIN)
 
-    def settled(self, group: Group, outcome: Settled, handed_in: list[Ticket], rate: float) -> None:
+    def settled(self, group: GroupState, outcome: Settled, handed_in: list[Ticket], rate: float) -> None:
         self._record.outcomes.append(outcome)
         self._record.tickets.append(handed_in)
         self._record.rates.append(rate)
@@ -99,7 +99,7 @@ class Together:
 
     def __init__(self, place: int, roster: Sequence[WorkerId], channel: _Channel, attempt: int, pace: float) -> None:
         self.place = place
-        self.record = Record()
+        self.record = WorkerRecord()
         self._roster = tuple(roster)
         self._channel = channel
         self._attempt = attempt
@@ -110,7 +110,7 @@ class Together:
         """``pliant.join`` with the same arguments."""
         return join(*arguments, enroll=self._enrolled, **settings)
 
-    def _enrolled(self, offer: Offer) -> Membership:
+    def _enrolled(self, offer: JoinRequest) -> Session:
         me, members = self._roster[self.place], len(self._roster)
         exchange: groups.Alone | groups.Gloo = groups.Alone()
         if members > 1:
@@ -120,7 +120,7 @@ class Together:
         witness = _Recorder(self.record, self._failed)
         training = offer.prepared(members > 1)
         worker = Worker(me, group, exchange, training, witness, check=witness.check, pace=self._pace)
-        return Membership(worker, None, offer.carried)
+        return Session(worker, None, offer.carried)
 
 
 def together(

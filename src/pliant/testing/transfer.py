@@ -19,7 +19,7 @@ from pliant.worker.elastic.catch_up import STATE, is_parameter
 Snapshot = Callable[[Sequence[str], int], dict[str, Any]]
 
 
-class _Request:
+class _VirtualRequest:
     def __init__(self, recipient: VirtualRecipient, era: int, as_of: int, want: list[str]) -> None:
         self.recipient, self.since, self.want = recipient, (era, as_of), want
 
@@ -53,7 +53,7 @@ class VirtualDonor:
         self.process = process
         self.address = f"{process.name}/{process.pid}"
         self.pending = False
-        self._waiting: list[_Request] = []
+        self._waiting: list[_VirtualRequest] = []
         self._closed = False
         self.recipients: list[VirtualRecipient] = []
         streams.donors[self.address] = self
@@ -72,7 +72,7 @@ class VirtualDonor:
             else:
                 self._answer(request, (exchange, state))
 
-    def _answer(self, request: _Request, answer: Any) -> None:
+    def _answer(self, request: _VirtualRequest, answer: Any) -> None:
         streams = self._streams
         streams.world.note("handoff", self.address, *request.since, answer[0], ",".join(request.want))
         if streams.world.chance(streams.breaks):
@@ -87,7 +87,7 @@ class VirtualDonor:
         streams.world.after(head_s, lambda: request.recipient.begin(answer[0], due_s))
         streams.world.after(takes_s, lambda: request.recipient.take(answer))
 
-    def ask(self, request: _Request) -> None:
+    def ask(self, request: _VirtualRequest) -> None:
         """A request has arrived."""
         if self._closed or not self.process.alive:
             request.recipient.fail("has closed the connection")
@@ -114,7 +114,7 @@ class VirtualRecipient:
         self._process = process
         self._address = address
         self._arrived: deque[Any] = deque()
-        self._asked: deque[_Request] = deque()
+        self._asked: deque[_VirtualRequest] = deque()
         self._busy = False
         self._closed = False
         self._begun: tuple[int, float, float] | None = None
@@ -131,7 +131,7 @@ class VirtualRecipient:
         """Ask for ``want`` as of an exchange or a later one; one request after another is under way."""
         if list(want) == [STATE]:
             self._streams.world.note("lacks state", self._process.name)
-        self._asked.append(_Request(self, era, as_of, list(want)))
+        self._asked.append(_VirtualRequest(self, era, as_of, list(want)))
         self._next()
 
     def _next(self) -> None:

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from pliant.coordinator.journal import whole_lines
 from pliant.coordinator.state_file import STATE, StateFile, decoded
 from pliant.core.journal import records as journal
-from pliant.core.journal.audit import Report, audit
-from pliant.core.journal.records import Place
+from pliant.core.journal.audit import AuditReport, audit
+from pliant.core.journal.records import JournalPosition
 
 PROVED, WRONG, OPEN = 0, 1, 3
 """Exit statuses; 2 is that of a wrong command line."""
@@ -52,21 +52,21 @@ class _Reading:
                 self._compare(place, self._kept)
             yield record
 
-    def _compare(self, place: Place, kept: Place) -> None:
+    def _compare(self, place: JournalPosition, kept: JournalPosition) -> None:
         if place.digest != kept.digest:
             self.problems.append(
                 f"the first {place.lines} lines are not those that {STATE} was written of: the journal was changed"
             )
 
 
-def audited(path: Path, *, quick: bool) -> Report:
+def audited(path: Path, *, quick: bool) -> AuditReport:
     """What ``core.journal.audit`` finds in the journal, and what its state file says against it."""
     reading = _Reading(path)
     report = audit(reading.records(), replay=not quick)
     return replace(report, problems=[*report.problems, *reading.problems])
 
 
-def text(report: Report) -> list[str]:
+def text(report: AuditReport) -> list[str]:
     """In lines."""
     lines = [f"{name.replace('_', ' ')}: {value}" for name, value in report.summary.items()]
     lines += [f"problem: {problem}" for problem in report.problems]
@@ -79,7 +79,7 @@ def text(report: Report) -> list[str]:
     return [*lines, f"no problem, but proved only {report.summary['proved']}"]
 
 
-def status(report: Report) -> int:
+def status(report: AuditReport) -> int:
     """The exit status."""
     if report.problems:
         return WRONG

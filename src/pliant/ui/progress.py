@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pliant.coordinator.status import Status
-from pliant.launch.job import Outcome
+from pliant.launch.job import JobOutcome
 from pliant.launch.process import Stream
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class Terminal:
             self._drawn_s, self._landmark = now_s, landmark
             self.note(line(status))
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: JobOutcome) -> None:
         """The run is over."""
         if self._live is not None:
             self._live.stop()

@@ -19,16 +19,16 @@ from pliant.core.membership.roster import CHECKPOINTS_KEPT
 from pliant.core.tickets import Kind
 from pliant.errors import UsageError
 from pliant.tensors.checkpoint import Manifest
-from pliant.worker.checkpoint_writer import Saving
+from pliant.worker.checkpoint_writer import CheckpointWriter
 from pliant.worker.elastic.catch_up import install_state
 from pliant.worker.script.calls import top_level_calls
-from pliant.worker.worker_state import Member
+from pliant.worker.worker_state import WorkerState
 
 
-class Checkpoints:
+class CheckpointSchedule:
     """Between the worker's loop and what is saved."""
 
-    def __init__(self, member: Member, saving: Saving | None, carried: Mapping[str, Any] | None) -> None:
+    def __init__(self, member: WorkerState, saving: CheckpointWriter | None, carried: Mapping[str, Any] | None) -> None:
         self._member = member
         self.saving = saving
         """None: the script asks for none"""

@@ -20,20 +20,20 @@ from typing import Any, Protocol
 import msgspec
 
 from pliant.core.finished_calls import NONE, calls_of
-from pliant.core.group_state import Group, Past
+from pliant.core.group_state import FinishedPhase, GroupState
 from pliant.errors import CheckpointError
-from pliant.tensors.background_copy import Copying, Room
+from pliant.tensors.background_copy import BackgroundCopy, CopyMemory
 from pliant.tensors.checkpoint import Manifest
 from pliant.worker.elastic import catch_up
-from pliant.worker.elastic.eras import Handed
+from pliant.worker.elastic.eras import GroupSnapshot
 from pliant.worker.training import Training
 
 _AGAIN = 0.2
 """After a failure the next one is tried after this part of the usual time."""
 
 
-class Store(Protocol):
-    """Where checkpoints are (``tensors.checkpoint.Store``)."""
+class CheckpointStorage(Protocol):
+    """Where checkpoints are (``tensors.checkpoint.CheckpointStore``)."""
 
     def names(self) -> list[str]: ...
     def write(self, manifest: Manifest, state: Any) -> Manifest: ...
@@ -68,12 +68,12 @@ class Thread:
         self.over = True
 
 
-class Saving:
+class CheckpointWriter:
     """This worker's checkpoints: those it writes, and the one it begins with."""
 
     def __init__(
         self,
-        store: Store,
+        store: CheckpointStorage,
         job: str,
         library: str,
         every_s: float,
@@ -90,7 +90,7 @@ class Saving:
         """counted from the end of the last one"""
         self._at_once = False
         """the script changes weights between two updates: copy them before it goes on"""
-        self._room: tuple[Room, Task] | None = None
+        self._room: tuple[CopyMemory, Task] | None = None
         """memory for the next copy, and who makes it ready"""
         self._writing: tuple[Manifest | None, Task] | None = None
         """None: what is being written is of no use any more"""
@@ -135,7 +135,7 @@ class Saving:
             self._room = room, self._begin(room.make)
         return self._room[1].over
 
-    def save(self, training: Training, carried: Mapping[str, Any], handed: Handed) -> None:
+    def save(self, training: Training, carried: Mapping[str, Any], handed: GroupSnapshot) -> None:
         """Copy the state as of now, and write it, in the background.
 
         What the script can change before the next update (buffers, its own state) is copied at once.
@@ -150,7 +150,7 @@ class Saving:
         # An object of the script may show the model's weights; plain values do not.
         with training.plain(weights=any(hasattr(value, "state_dict") for value in users.values())):
             state = catch_up.snapshot(training, own, [*small, *([catch_up.STATE] if users else [])])
-        copying = Copying(self._room[0] if self._room is not None and self._room[1].over else None)
+        copying = BackgroundCopy(self._room[0] if self._room is not None and self._room[1].over else None)
         self._room = None
         state |= catch_up.copy_parameters(training, copying)
         if self._at_once:
@@ -207,7 +207,9 @@ class Saving:
 
     # -- going on from one
 
-    def restored(self, names: Sequence[str], training: Training, carried: Mapping[str, Any], group: Group) -> Restored:
+    def restored(
+        self, names: Sequence[str], training: Training, carried: Mapping[str, Any], group: GroupState
+    ) -> Restored:
         """Read the first of ``names`` that is whole, and take its state over; ``group``: what the script asks for."""
         problems: list[str] = []
         for name in names:
@@ -229,28 +231,28 @@ class Saving:
 class Restored:
     """What a checkpoint held besides the tensors, which are installed."""
 
-    def __init__(self, manifest: Manifest, handed: Handed, users_state: Mapping[str, Any] | None) -> None:
+    def __init__(self, manifest: Manifest, handed: GroupSnapshot, users_state: Mapping[str, Any] | None) -> None:
         self.manifest = manifest
         self.handed = handed
         self.users_state = users_state
         """to be installed when the script is where it was"""
 
 
-def _handed(manifest: Manifest) -> Handed:
+def _handed(manifest: Manifest) -> GroupSnapshot:
     try:
         found: dict[str, Any] = json.loads(manifest.group)
         past, calls = found["group"].get("past"), NONE
         if isinstance(past, list):
             # Written when the calls were a list in the group.
             del found["group"]["past"]
-            calls = calls_of(msgspec.convert(past, list[Past]))
+            calls = calls_of(msgspec.convert(past, list[FinishedPhase]))
             found |= {"known": len(calls)}
-        return msgspec.json.decode(json.dumps(found), type=Handed).unpacked(calls)
+        return msgspec.json.decode(json.dumps(found), type=GroupSnapshot).unpacked(calls)
     except (msgspec.MsgspecError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {manifest.name} is of another version of Pliant: {error}") from None
 
 
-def _compare(manifest: Manifest, handed: Handed, state: Any, training: Training, group: Group) -> None:
+def _compare(manifest: Manifest, handed: GroupSnapshot, state: Any, training: Training, group: GroupState) -> None:
     """Raise where the checkpoint is not one of this script."""
     # The order of the samples is the checkpoint's: half of an epoch may lie before it.
     asked = msgspec.structs.replace(group.policy, order=handed.group.policy.order)

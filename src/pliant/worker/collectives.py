@@ -37,7 +37,7 @@ def reached(ask: Callable[[], Answer], what: str = "the exchange with the other 
         raise EraBroken(f"{what} failed: {error}") from error
 
 
-class Channels:
+class Collectives:
     """The group of the present era, and those that are ending."""
 
     def __init__(self, channel: Any) -> None:

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pliant.core import allowance
 from pliant.core.allowance import Allowance
 from pliant.core.ledger import MicroBatch, samples_of
-from pliant.worker.worker_state import Member
+from pliant.worker.worker_state import WorkerState
 
 
-class Bounds:
+class DrawLimits:
     """Between the group's allowance and this worker's work."""
 
-    def __init__(self, member: Member, clock: Callable[[], float]) -> None:
+    def __init__(self, member: WorkerState, clock: Callable[[], float]) -> None:
         self._member = member
         self._clock = clock
 

@@ -17,31 +17,31 @@ from msgspec.structs import replace
 from pliant.core import postscripts, trained_set
 from pliant.core.group_state import Standing
 from pliant.core.tickets import Flag, Kind, Ticket
-from pliant.worker.checkpoint_schedule import Checkpoints
-from pliant.worker.collectives import Channels
-from pliant.worker.in_flight import Flight
-from pliant.worker.poll import Lookout
-from pliant.worker.progress import At
+from pliant.worker.checkpoint_schedule import CheckpointSchedule
+from pliant.worker.collectives import Collectives
+from pliant.worker.in_flight import InFlight
+from pliant.worker.poll import Poller
+from pliant.worker.progress import LoopPoint
 from pliant.worker.script.hooks import Hooks
-from pliant.worker.settle import Exchanges
-from pliant.worker.submit import HandingIn
-from pliant.worker.worker_state import Member
+from pliant.worker.settle import Settlement
+from pliant.worker.submit import Submission
+from pliant.worker.worker_state import WorkerState
 
 # Between two rounds in which nobody computes: all members leave, or wait for what they need.
 _NOBODY_S = 0.02
 
 
-class Following:
+class Follower:
     """One worker's part in what others decide on."""
 
     def __init__(
         self,
-        member: Member,
-        channels: Channels,
-        lookout: Lookout,
-        handing: HandingIn,
-        exchanges: Exchanges,
-        checkpoints: Checkpoints,
+        member: WorkerState,
+        channels: Collectives,
+        lookout: Poller,
+        handing: Submission,
+        exchanges: Settlement,
+        checkpoints: CheckpointSchedule,
         hooks: Hooks,
         sleep: Callable[[float], None],
     ) -> None:
@@ -120,7 +120,7 @@ class Following:
             return
         phase = member.group.phase
         begins = self._begins()
-        flight = Flight(None, None, 0)
+        flight = InFlight(None, None, 0)
         if phase.kind is Kind.TRAIN:
             layout = trained_set.layout(member.group, gathered)
             member.training.gradients.lay_out(layout)
@@ -176,7 +176,7 @@ class Following:
         def goes_on() -> bool:
             if not eras.holds_up(1 + member.work.in_flight):
                 return True
-            self._lookout.progress(At.WAITING)
+            self._lookout.progress(LoopPoint.WAITING)
             self._pursue()
             return False
 

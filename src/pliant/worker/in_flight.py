@@ -16,15 +16,15 @@ from torch import Tensor
 from pliant.core import tickets
 from pliant.core.regrouping import Entry
 from pliant.core.tickets import Ticket
-from pliant.tensors.gradients import Buffer
+from pliant.tensors.gradients import FlatGradients
 from pliant.worker.contribution import Contribution
 from pliant.worker.evaluation.outputs import Outputs
 
 
-class Flight:
+class InFlight:
     """A contribution that was handed in and not settled yet."""
 
-    def __init__(self, filled: Buffer | None, merged: Tensor | None, drawn: int) -> None:
+    def __init__(self, filled: FlatGradients | None, merged: Tensor | None, drawn: int) -> None:
         self.summation: Any = None
         self.filled = filled
         self.merged = merged
@@ -64,15 +64,15 @@ class Flight:
         return [tensor for tensor in (self.merged, self.postscript) if tensor is not None]
 
 
-class Work:
+class Contributions:
     """The contributions of one worker, in all open phases."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.contribution = Contribution(clock())
         """being filled"""
-        self.flight: Flight | None = None
-        self._outside: list[tuple[Contribution, Flight | None, float]] = []
+        self.flight: InFlight | None = None
+        self._outside: list[tuple[Contribution, InFlight | None, float]] = []
         """what lies outside each open phase, and since when, outermost first"""
         self.drawn_since_update = False
         """in the loop over batches, since the last update that ``step`` has told of"""
@@ -94,7 +94,7 @@ class Work:
         return self.contribution.micro_batches + (self.flight.drawn if self.flight else 0)
 
     @property
-    def flights(self) -> list[Flight]:
+    def flights(self) -> list[InFlight]:
         """All that were handed in and are not settled, whatever phase they are of."""
         found = [self.flight, *(flight for _, flight, _ in self._outside)]
         return [flight for flight in found if flight is not None]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from pliant.core import consistency, evaluation, ledger
-from pliant.core.group_state import Group
+from pliant.core.group_state import GroupState
 from pliant.core.journal import records as journal
 from pliant.core.regrouping import Entry
 from pliant.core.rounds import Settled
@@ -22,14 +22,14 @@ from pliant.core.tickets import NOWHERE, Flag, Kind, Ticket
 from pliant.types import Span
 
 
-class Witness(Protocol):
+class Journal(Protocol):
     """Who is told what happened: the journal of a job, or nobody."""
 
-    def opened(self, group: Group, openings: list[Ticket]) -> None: ...
+    def opened(self, group: GroupState, openings: list[Ticket]) -> None: ...
 
-    def settled(self, group: Group, outcome: Settled, handed_in: list[Ticket], rate: float) -> None: ...
+    def settled(self, group: GroupState, outcome: Settled, handed_in: list[Ticket], rate: float) -> None: ...
 
-    def era(self, group: Group, entries: Sequence[Entry] | None, *, sends: bool) -> None: ...
+    def era(self, group: GroupState, entries: Sequence[Entry] | None, *, sends: bool) -> None: ...
 
     def joined(self, records: int) -> None: ...
 
@@ -46,27 +46,27 @@ class Witness(Protocol):
     def certain(self) -> int: ...
 
 
-class Nobody:
+class NullJournal:
     """The witness of a script that runs alone."""
 
     records = certain = 0
 
-    def opened(self, group: Group, openings: list[Ticket]) -> None: ...
+    def opened(self, group: GroupState, openings: list[Ticket]) -> None: ...
 
-    def settled(self, group: Group, outcome: Settled, handed_in: list[Ticket], rate: float) -> None: ...
+    def settled(self, group: GroupState, outcome: Settled, handed_in: list[Ticket], rate: float) -> None: ...
 
-    def era(self, group: Group, entries: Sequence[Entry] | None, *, sends: bool) -> None: ...
+    def era(self, group: GroupState, entries: Sequence[Entry] | None, *, sends: bool) -> None: ...
 
     def joined(self, records: int) -> None: ...
 
-    def moved(self, link: Lines) -> None: ...
+    def moved(self, link: LineSink) -> None: ...
 
     def confirmed(self) -> None: ...
 
     def rewound(self, name: str, records: int, worker: str, round_: int) -> None: ...
 
 
-class Lines(Protocol):
+class LineSink(Protocol):
     """Where lines go (``control.link.Link``)."""
 
     sends_lines: bool
@@ -77,10 +77,10 @@ class Lines(Protocol):
     def send_lines_again(self) -> None: ...
 
 
-class Reporter:
+class JournalReporter:
     """The witness of a worker in a job."""
 
-    def __init__(self, link: Lines, settings: Mapping[str, str] | None = None, parameters: str = "") -> None:
+    def __init__(self, link: LineSink, settings: Mapping[str, str] | None = None, parameters: str = "") -> None:
         """``settings``, ``parameters``: what all scripts agree on, see ``journal.PolicyRecord``."""
         self._link = link
         self._settings, self._parameters = dict(settings or {}), parameters
@@ -93,7 +93,7 @@ class Reporter:
         self._trained = b""
         """the set of parameters agreed on before the next record"""
 
-    def moved(self, link: Lines) -> None:
+    def moved(self, link: LineSink) -> None:
         """Back under a new name, over another line."""
         self._link = link
 
@@ -127,7 +127,7 @@ class Reporter:
         """``worker`` has read the state as of so many records: the run goes on from there."""
         self._write(journal.RewindRecord(name, records, worker, round_))
 
-    def era(self, group: Group, entries: Sequence[Entry] | None, *, sends: bool) -> None:
+    def era(self, group: GroupState, entries: Sequence[Entry] | None, *, sends: bool) -> None:
         """A roster takes effect; ``sends``: this worker tells the journal from now on."""
         # Only the next exchange shows that all have entered it: until then one may go back to the era before.
         self._write(
@@ -148,7 +148,7 @@ class Reporter:
         if sends:
             self._link.send_lines_again()
 
-    def opened(self, group: Group, openings: list[Ticket]) -> None:
+    def opened(self, group: GroupState, openings: list[Ticket]) -> None:
         """All workers entered a phase; before the first one, and after a change, the policy is written."""
         self.confirmed()
         policy = _policy(group, self._settings, self._parameters)
@@ -178,7 +178,7 @@ class Reporter:
         if inside is None:
             self._write(journal.PhaseEndRecord(group.phases, [(0, first.length)] if first.length else []))
 
-    def settled(self, group: Group, outcome: Settled, handed_in: list[Ticket], rate: float) -> None:
+    def settled(self, group: GroupState, outcome: Settled, handed_in: list[Ticket], rate: float) -> None:
         """An exchange of a phase was settled."""
         if all(ticket.phase == group.phases for ticket in handed_in):
             # Else it was in flight while an ``evaluate`` in the loop body came to its end.
@@ -230,7 +230,7 @@ def _entry(entry: Entry) -> journal.EntryLine:
     )
 
 
-def _policy(group: Group, settings: dict[str, str], parameters: str) -> journal.PolicyRecord:
+def _policy(group: GroupState, settings: dict[str, str], parameters: str) -> journal.PolicyRecord:
     policy = group.policy
     return journal.PolicyRecord(
         batch=policy.batch,
@@ -270,7 +270,7 @@ def _drift(outcome: Settled) -> journal.DriftLine | None:
     )
 
 
-def _noise_scale(group: Group) -> float | None:
+def _noise_scale(group: GroupState) -> float | None:
     scale = group.noise.scale
     return scale if scale is not None and math.isfinite(scale) else None
 

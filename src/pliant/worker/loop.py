@@ -34,29 +34,29 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from pliant.core import allowance
-from pliant.core.group_state import Group, Past, Standing
+from pliant.core.group_state import FinishedPhase, GroupState, Standing
 from pliant.core.ledger import MicroBatch, samples_of
 from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Sums
 from pliant.errors import Left, RunEnded, UsageError
 from pliant.types import WorkerId
-from pliant.worker.checkpoint_schedule import Checkpoints
-from pliant.worker.checkpoint_writer import Saving
-from pliant.worker.collectives import Answer, Channels
-from pliant.worker.draw import Bounds
+from pliant.worker.checkpoint_schedule import CheckpointSchedule
+from pliant.worker.checkpoint_writer import CheckpointWriter
+from pliant.worker.collectives import Answer, Collectives
+from pliant.worker.draw import DrawLimits
 from pliant.worker.elastic.eras import Eras
 from pliant.worker.elastic.rendezvous import EraBroken, Evicted
-from pliant.worker.elastic.transition import Crossing
-from pliant.worker.follow import Following
-from pliant.worker.journal import Witness
-from pliant.worker.poll import Lookout
-from pliant.worker.progress import At
-from pliant.worker.script.calls import Opening
+from pliant.worker.elastic.transition import EraTransition
+from pliant.worker.follow import Follower
+from pliant.worker.journal import Journal
+from pliant.worker.poll import Poller
+from pliant.worker.progress import LoopPoint
+from pliant.worker.script.calls import ScriptCall
 from pliant.worker.script.hooks import Hooks
-from pliant.worker.settle import Exchanges
-from pliant.worker.submit import HandingIn, Ready
+from pliant.worker.settle import Settlement
+from pliant.worker.submit import BucketReady, Submission
 from pliant.worker.training import Training
-from pliant.worker.worker_state import Member
+from pliant.worker.worker_state import WorkerState
 
 # How long the first sum after a loss is waited for, with an overlap too: mostly it is in by then, and the update comes
 # a whole contribution earlier.
@@ -69,14 +69,14 @@ class Worker:
     def __init__(
         self,
         me: WorkerId,
-        group: Group,
+        group: GroupState,
         channel: Any,
         training: Training,
-        witness: Witness,
+        witness: Journal,
         *,
         eras: Eras | None = None,
         check: Callable[[], None] | None = None,
-        saving: Saving | None = None,
+        saving: CheckpointWriter | None = None,
         carried: Mapping[str, Any] | None = None,
         pace: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
@@ -87,20 +87,20 @@ class Worker:
         self._clock = clock
         self._sleep = sleep
         self._slowdown = 1.0 / pace - 1.0
-        member = self._member = Member(me, group, training, witness, eras, clock)
-        self._channels = Channels(channel)
-        self._checkpoints = Checkpoints(member, saving, carried)
-        self._lookout = Lookout(member, self._channels, self._checkpoints, check, clock, sleep)
-        self._bounds = Bounds(member, clock)
-        self._crossing: Crossing | None = None
+        member = self._member = WorkerState(me, group, training, witness, eras, clock)
+        self._channels = Collectives(channel)
+        self._checkpoints = CheckpointSchedule(member, saving, carried)
+        self._lookout = Poller(member, self._channels, self._checkpoints, check, clock, sleep)
+        self._bounds = DrawLimits(member, clock)
+        self._crossing: EraTransition | None = None
         if eras is not None:
-            self._crossing = Crossing(member, eras, self._channels, self._lookout, self._checkpoints)
-        self._handing = HandingIn(member, self._channels, self._lookout, clock)
+            self._crossing = EraTransition(member, eras, self._channels, self._lookout, self._checkpoints)
+        self._handing = Submission(member, self._channels, self._lookout, clock)
         self.hooks = Hooks(member, self._lookout, self._checkpoints)
-        self._exchanges = Exchanges(
+        self._exchanges = Settlement(
             member, self._channels, self._lookout, self._bounds, self._handing, self._crossing, self.hooks, clock
         )
-        self._following = Following(
+        self._following = Follower(
             member, self._channels, self._lookout, self._handing, self._exchanges, self._checkpoints, self.hooks, sleep
         )
 
@@ -112,7 +112,7 @@ class Worker:
         return self._member.me
 
     @property
-    def group(self) -> Group:
+    def group(self) -> GroupState:
         """The replicated state."""
         return self._member.group
 
@@ -174,7 +174,7 @@ class Worker:
 
     # -- open
 
-    def open(self, call: Opening) -> int | Past:
+    def open(self, call: ScriptCall) -> int | FinishedPhase:
         """Enter the next phase together with all others: its number; or how it ended, if the group is past it."""
         self.hooks.refuse("evaluate" if call.kind is Kind.EVALUATE else "batches")
         script, work = self._member.script, self._member.work
@@ -189,11 +189,11 @@ class Worker:
         except BaseException:
             script.gives_up()
             raise
-        if isinstance(answer, Past):
+        if isinstance(answer, FinishedPhase):
             self.left()
         return answer
 
-    def _opened(self, call: Opening) -> int | Past:
+    def _opened(self, call: ScriptCall) -> int | FinishedPhase:
         past = self._crossing.become_member(call) if self._crossing is not None else None
         if past is not None:
             return past
@@ -275,7 +275,7 @@ class Worker:
             self._checkpoints.save(drawn=True)
         cpu_s, ahead = time.thread_time(), self.training.ahead
         work.contribution.draw(samples_of(micro_batch), cpu_s, self.group.round, ahead=ahead)
-        self._lookout.progress(At.DRAWING)
+        self._lookout.progress(LoopPoint.DRAWING)
 
     def _speaks(self, phase: int) -> bool:
         return self.group.phase.number == phase and self._member.speaks
@@ -347,7 +347,7 @@ class Worker:
     # -- contribute
 
     def contribute(
-        self, weight: float, loss_sum: Tensor | float, compute: Callable[[Ready | None], None], *, whole: bool
+        self, weight: float, loss_sum: Tensor | float, compute: Callable[[BucketReady | None], None], *, whole: bool
     ) -> None:
         """Have the gradients of a drawn micro-batch computed; ``whole``: nothing more of it will come.
 
@@ -466,7 +466,7 @@ class Worker:
             self._exchanges.settle()
         self._come_to_the_end(phase)
 
-    def left(self) -> Past | None:
+    def left(self) -> FinishedPhase | None:
         """The script is out of its innermost call: how that ended."""
         past = self._member.script.past(self.group)
         self._member.script.leaves()
@@ -474,7 +474,7 @@ class Worker:
 
     def note_progress(self) -> None:
         """This worker computes, though no exchange shows it."""
-        self._lookout.progress(At.COMPUTING)
+        self._lookout.progress(LoopPoint.COMPUTING)
 
     def busy(self, what: str, seconds: float | None) -> AbstractContextManager[None]:
         """The script does something of its own for a while: the others need not wait for it."""

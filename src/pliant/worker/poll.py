@@ -13,24 +13,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pliant.worker.checkpoint_schedule import Checkpoints
-from pliant.worker.collectives import Channels
+from pliant.worker.checkpoint_schedule import CheckpointSchedule
+from pliant.worker.collectives import Collectives
 from pliant.worker.elastic.rendezvous import EraBroken
-from pliant.worker.progress import At
-from pliant.worker.worker_state import Member
+from pliant.worker.progress import LoopPoint
+from pliant.worker.worker_state import WorkerState
 
 LOOK_S = 0.002
 """How long a waiting worker polls before it looks whether its era is over."""
 
 
-class Lookout:
+class Poller:
     """One worker's eyes and ears."""
 
     def __init__(
         self,
-        member: Member,
-        channels: Channels,
-        checkpoints: Checkpoints,
+        member: WorkerState,
+        channels: Collectives,
+        checkpoints: CheckpointSchedule,
         check: Callable[[], None] | None,
         clock: Callable[[], float],
         sleep: Callable[[float], None],
@@ -97,7 +97,7 @@ class Lookout:
         phase = member.group.phase
         return not all(phase.took_part[index] for index in member.holders)
 
-    def progress(self, at: At = At.ELSEWHERE) -> None:
+    def progress(self, at: LoopPoint = LoopPoint.ELSEWHERE) -> None:
         """Note how far this worker is."""
         member = self._member
         if member.eras is not None:
@@ -125,7 +125,7 @@ class Lookout:
         """Wait until the exchange is over; the seconds it took. Raises when the era or the run has ended instead."""
         start = self._clock()
         if not summation.over:
-            self.progress(At.WAITING)
+            self.progress(LoopPoint.WAITING)
             while not summation.wait(LOOK_S):
                 self.look()
                 # The script's code for the last update has run: a newcomer may be waiting for just that.

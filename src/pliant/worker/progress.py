@@ -12,14 +12,14 @@ from __future__ import annotations
 import enum
 
 from pliant.control.link import Position
-from pliant.core.group_state import Group, Standing
+from pliant.core.group_state import GroupState, Standing
 from pliant.types import WorkerId
 
 # A step that takes another time than usual is believed by a fifth: about ten of them make a new habit.
 _KEEP = 0.8
 
 
-class At(enum.Enum):
+class LoopPoint(enum.Enum):
     """What the main loop has come to."""
 
     ELSEWHERE = "the script's own code, or Pliant's"
@@ -51,17 +51,17 @@ class Progress:
     def noted(
         self,
         me: WorkerId,
-        group: Group,
+        group: GroupState,
         standing: Standing,
         now_s: float,
         *,
         holds_all: bool,
-        at: At,
+        at: LoopPoint,
         ending: bool,
     ) -> Position:
         """How far the main loop is."""
         self._count(group, standing, now_s, at)
-        waiting = at is At.WAITING
+        waiting = at is LoopPoint.WAITING
         self._time_handoff(now_s, holds_all=holds_all)
         busy, expected_s = self._busy[-1] if self._busy else ("", 0.0)
         return Position(
@@ -80,7 +80,7 @@ class Progress:
             handoff_s=self._handoff_s,
         )
 
-    def _count(self, group: Group, standing: Standing, now_s: float, at: At) -> None:
+    def _count(self, group: GroupState, standing: Standing, now_s: float, at: LoopPoint) -> None:
         self._steps += 1
         # Between two phases the steps of the last one are what is usual.
         phase = group.phase.number if group.open else self._phase
@@ -88,12 +88,12 @@ class Progress:
             # Before its first contribution (compilation, a longer sample) a step may take any time.
             self._usual_s, self._since_s = 0.0, None
         self._phase = phase
-        if at is At.COMPUTING:
+        if at is LoopPoint.COMPUTING:
             return
         if self._since_s is not None:
             step_s = now_s - self._since_s
             self._usual_s = step_s if self._usual_s == 0.0 else _KEEP * self._usual_s + (1 - _KEEP) * step_s
-        self._since_s = now_s if at is At.DRAWING and standing is Standing.ACTIVE else None
+        self._since_s = now_s if at is LoopPoint.DRAWING and standing is Standing.ACTIVE else None
 
     def _time_handoff(self, now_s: float, *, holds_all: bool) -> None:
         if not holds_all and self._taking_since_s is None:
@@ -113,7 +113,7 @@ class Progress:
         self._took_s[what] = took_s
 
 
-def _pace(group: Group, me: WorkerId) -> float:
+def _pace(group: GroupState, me: WorkerId) -> float:
     """Samples per second; 0: not known."""
     if not group.training.measured or me not in group.roster:
         return 0.0

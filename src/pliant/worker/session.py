@@ -39,12 +39,12 @@ from pliant.tensors import serialize as states
 from pliant.tensors.process_group import gloo as groups
 from pliant.tensors.process_group import nccl
 from pliant.types import WorkerId
-from pliant.worker.checkpoint_writer import Saving
+from pliant.worker.checkpoint_writer import CheckpointWriter
 from pliant.worker.elastic.catch_up import install_state, stated
 from pliant.worker.elastic.eras import Eras
-from pliant.worker.elastic.rendezvous import Forming, Place
+from pliant.worker.elastic.rendezvous import PendingGroup, Rendezvous
 from pliant.worker.elastic.signature import check_device, device_of, signature, summary
-from pliant.worker.journal import Nobody, Reporter
+from pliant.worker.journal import JournalReporter, NullJournal
 from pliant.worker.loop import Worker
 from pliant.worker.script.trained_set import all_parameters
 from pliant.worker.training import Training
@@ -54,7 +54,7 @@ _ALONE = "alone"
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class JoinRequest:
     """What a script brings to ``join``."""
 
     model: nn.Module
@@ -70,15 +70,15 @@ class Offer:
     """where checkpoints go"""
     checkpoint_every_s: float = math.inf
 
-    def saving(self, job: str) -> Saving | None:
+    def saving(self, job: str) -> CheckpointWriter | None:
         """The checkpoints of this run, if it is to have any."""
         if self.checkpoint is None:
             return None
-        store = checkpoint.Store(self.checkpoint, job)
-        return Saving(store, job, version("pliant"), self.checkpoint_every_s, time.monotonic)
+        store = checkpoint.CheckpointStore(self.checkpoint, job)
+        return CheckpointWriter(store, job, version("pliant"), self.checkpoint_every_s, time.monotonic)
 
 
-class Membership:
+class Session:
     """This process's place in a run."""
 
     def __init__(
@@ -177,25 +177,27 @@ def _depart(link: Link, error: BaseException) -> None:
     link.fail(f"{type(error).__name__}: {error}", shown=True)
 
 
-def alone(offer: Offer) -> Membership:
+def alone(offer: JoinRequest) -> Session:
     """A group of one: no coordinator, no journal. It goes on from its last checkpoint, if there is one."""
     me = WorkerId("w0")
     group = founded(offer.policy, era=1, roster=(me,))
     saving = offer.saving(_ALONE)
-    worker = Worker(me, group, groups.Alone(), offer.prepared(False), Nobody(), saving=saving, carried=offer.carried)
+    worker = Worker(
+        me, group, groups.Alone(), offer.prepared(False), NullJournal(), saving=saving, carried=offer.carried
+    )
     names = saving.begun() if saving is not None else []
     if names:
         worker.restore(names)
-    return Membership(worker, None, offer.carried)
+    return Session(worker, None, offer.carried)
 
 
-_appointed: list[Callable[[Offer], Membership]] = []
+_appointed: list[Callable[[JoinRequest], Session]] = []
 _held: list[Job] = []
 """the job that this process has, or had, a place in: the coordinator takes a second one for a newcomer's"""
 
 
 @contextmanager
-def appointed(enroll: Callable[[Offer], Membership]) -> Iterator[None]:
+def appointed(enroll: Callable[[JoinRequest], Session]) -> Iterator[None]:
     """For scripts that run in this process meanwhile: how their ``join`` finds its place."""
     _appointed.append(enroll)
     try:
@@ -204,7 +206,7 @@ def appointed(enroll: Callable[[Offer], Membership]) -> Iterator[None]:
         _appointed.pop()
 
 
-def enrolled(offer: Offer) -> Membership:
+def enrolled(offer: JoinRequest) -> Session:
     """The membership in the job that the environment names; a group of one if it names none."""
     if _appointed:
         return _appointed[-1](offer)
@@ -244,19 +246,19 @@ def _connected(job: Job) -> Link:
         raise SystemExit(QUIET_EXIT if isinstance(error, RunEnded) else 1) from None
 
 
-def _entered(job: Job, link: Link, offer: Offer) -> Membership:
+def _entered(job: Job, link: Link, offer: JoinRequest) -> Session:
     check_device(offer.optimizer)
     donor = handoff.Donor(link.local_address, job.token)
     training = offer.prepared(True)
     described = signature(offer.model, offer.optimizer, offer.agreed)
 
-    def placed(link: Link) -> Place:
-        def form(attempt: int, place: int, members: int) -> Forming:
+    def placed(link: Link) -> Rendezvous:
+        def form(attempt: int, place: int, members: int) -> PendingGroup:
             return forming(link, attempt, place, members, link.local_address, offer)
 
-        return Place(link, form, described, donor.address)
+        return Rendezvous(link, form, described, donor.address)
 
-    def come_back() -> Place:
+    def come_back() -> Rendezvous:
         eras.place.link.close()
         return placed(_connected(job))
 
@@ -264,7 +266,7 @@ def _entered(job: Job, link: Link, offer: Offer) -> Membership:
         taken_over(channel, offer, look)
         training.read_scale()
 
-    witness = Reporter(link, described.settings, summary(described))
+    witness = JournalReporter(link, described.settings, summary(described))
     eras = Eras(
         placed(link),
         donor,
@@ -290,7 +292,7 @@ def _entered(job: Job, link: Link, offer: Offer) -> Membership:
     _leave_on_sigterm(worker)
     if not link.mailbox.welcome.running:
         worker.found()
-    return Membership(
+    return Session(
         worker,
         job.size,
         offer.carried,
@@ -349,7 +351,9 @@ class _Formed:
         """Nothing to give up."""
 
 
-def forming(link: groups.KeyValue, attempt: int, place: int, members: int, address: str, offer: Offer) -> Forming:
+def forming(
+    link: groups.KeyValue, attempt: int, place: int, members: int, address: str, offer: JoinRequest
+) -> PendingGroup:
     """The group of an attempt, being formed in the background."""
     if members == 1:
         return _Formed()
@@ -357,10 +361,12 @@ def forming(link: groups.KeyValue, attempt: int, place: int, members: int, addre
     def make(channel: groups.KeyValue) -> groups.Gloo:
         return formed(channel, attempt, place, members, address, offer)
 
-    return groups.Forming(make, link)
+    return groups.FormingGroup(make, link)
 
 
-def formed(link: groups.KeyValue, attempt: int, place: int, members: int, address: str, offer: Offer) -> groups.Gloo:
+def formed(
+    link: groups.KeyValue, attempt: int, place: int, members: int, address: str, offer: JoinRequest
+) -> groups.Gloo:
     """The group of an attempt, on the device that the model lives on."""
     device = device_of(offer.optimizer)
     if device.type == "cuda":
@@ -380,7 +386,7 @@ class _Watched:
         self._channel.broadcast(tensor, 0, self._look)
 
 
-def taken_over(channel: Any, offer: Offer, look: Callable[[], None] = lambda: None) -> None:
+def taken_over(channel: Any, offer: JoinRequest, look: Callable[[], None] = lambda: None) -> None:
     """Everybody takes over the leader's state: tensors in place, objects by ``load_state_dict``, plain values."""
     if channel.members == 1:
         return

@@ -17,33 +17,33 @@ from torch import Tensor
 from pliant.core import consistency, drift, evaluation, postscripts, rounds, standings, trained_set
 from pliant.core.consistency import Mismatch
 from pliant.core.evaluation import Appendix
-from pliant.core.group_state import Group, Standing
+from pliant.core.group_state import GroupState, Standing
 from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.errors import Drifted, NonFiniteLoss, Refused
-from pliant.worker.collectives import Channels
-from pliant.worker.draw import Bounds
+from pliant.worker.collectives import Collectives
+from pliant.worker.draw import DrawLimits
 from pliant.worker.elastic.rendezvous import EraBroken
-from pliant.worker.elastic.transition import Crossing
-from pliant.worker.in_flight import Flight
-from pliant.worker.poll import Lookout
-from pliant.worker.script.calls import Opening
+from pliant.worker.elastic.transition import EraTransition
+from pliant.worker.in_flight import InFlight
+from pliant.worker.poll import Poller
+from pliant.worker.script.calls import ScriptCall
 from pliant.worker.script.hooks import Hooks
-from pliant.worker.submit import HandingIn
-from pliant.worker.worker_state import Member
+from pliant.worker.submit import Submission
+from pliant.worker.worker_state import WorkerState
 
 
-class Exchanges:
+class Settlement:
     """What one worker hands in, and what it does with the outcome."""
 
     def __init__(
         self,
-        member: Member,
-        channels: Channels,
-        lookout: Lookout,
-        bounds: Bounds,
-        handing: HandingIn,
-        crossing: Crossing | None,
+        member: WorkerState,
+        channels: Collectives,
+        lookout: Poller,
+        bounds: DrawLimits,
+        handing: Submission,
+        crossing: EraTransition | None,
         hooks: Hooks,
         clock: Callable[[], float],
     ) -> None:
@@ -75,7 +75,7 @@ class Exchanges:
 
     # -- openings and the end
 
-    def open(self, call: Opening, flags: Flag) -> None:
+    def open(self, call: ScriptCall, flags: Flag) -> None:
         """Say which phase this worker enters; the others may open another one before."""
         training = self._member.training
         training.settle_set()
@@ -139,7 +139,7 @@ class Exchanges:
             reason = reason.format(parameters=self._member.training.trained.named(mismatch.parameters))
         return Refused(reason)
 
-    def _adopt(self, before: Group, tickets: list[Ticket]) -> None:
+    def _adopt(self, before: GroupState, tickets: list[Ticket]) -> None:
         """The group trains other parameters; who goes along, or has just begun, has not run the code that says so."""
         member = self._member
         agreed, me = member.group.trained, before.roster.index(member.me)
@@ -236,7 +236,7 @@ class Exchanges:
         self._give_up_if_hopeless()
         return outcome
 
-    def _is_followed_here(self, before: Group, outcome: Settled) -> bool:
+    def _is_followed_here(self, before: GroupState, outcome: Settled) -> bool:
         """Whether this worker holds the whole state after the round, and its script is in that loop."""
         script = self._member.script
         return not self._member.follows and script.depth == 1 and script.phase(before) == outcome.phase
@@ -256,7 +256,7 @@ class Exchanges:
             self.finish_draining()
             self._hooks.call()
 
-    def _tickets_of(self, flight: Flight) -> tuple[list[Ticket], int]:
+    def _tickets_of(self, flight: InFlight) -> tuple[list[Ticket], int]:
         if flight.gathered is None:
             gathered, bitmap = self._channels.gathered(flight.summation)
         else:
@@ -266,7 +266,7 @@ class Exchanges:
             return gathered, bitmap
         return postscripts.read(self._member.training.gradients.read(flight.postscript), gathered)
 
-    def _overlaps(self, before: Group) -> bool:
+    def _overlaps(self, before: GroupState) -> bool:
         """Whether the following contribution has been computed beside the round just settled, and is handed in now."""
         return before.overlap and self._member.group.overlap
 
@@ -277,14 +277,14 @@ class Exchanges:
         except EraBroken as broken:
             self._lookout.broken = broken
 
-    def _hand_in_late(self, before: Group, following: Flag) -> None:
+    def _hand_in_late(self, before: GroupState, following: Flag) -> None:
         """The following contribution, after the update: it is of a new era, or the script came first."""
         member = self._member
         going_on = self._lookout.broken is None and member.work.flight is None and member.group.open
         if going_on and self._overlaps(before) and self._bounds.due_at_once():
             self._handing.hand_in_or_remember(following, returning=False)
 
-    def _fall_behind(self, before: Group) -> None:
+    def _fall_behind(self, before: GroupState) -> None:
         """The script's code for this update runs on those who compute, and not here."""
         member = self._member
         if member.eras is not None and not member.follows:
@@ -300,7 +300,7 @@ class Exchanges:
 
     # -- applying
 
-    def _merge(self, outcome: Settled, flight: Flight, bitmap: int) -> bool:
+    def _merge(self, outcome: Settled, flight: InFlight, bitmap: int) -> bool:
         """Return to the plain weights and bring in the group's buffers; whether they are all up to date."""
         training = self._member.training
         training.back()
@@ -309,7 +309,7 @@ class Exchanges:
             training.buffers.merge(flight.merged, outcome.weight)
         return not training.buffers.grow(bitmap >> len(training.parameters)) and merged
 
-    def _apply(self, before: Group, outcome: Settled, flight: Flight, bitmap: int) -> None:
+    def _apply(self, before: GroupState, outcome: Settled, flight: InFlight, bitmap: int) -> None:
         """Make the update that the group has decided on."""
         member, training = self._member, self._member.training
         scheduled = (before.scheduled, member.group.scheduled)

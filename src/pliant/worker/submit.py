@@ -19,15 +19,15 @@ from torch import Tensor
 
 from pliant.core import evaluation, postscripts, trained_set
 from pliant.core.tickets import Flag, Kind, Ticket
-from pliant.tensors.gradients import Buffer
-from pliant.worker.collectives import Channels
+from pliant.tensors.gradients import FlatGradients
+from pliant.worker.collectives import Collectives
 from pliant.worker.contribution import Contribution
 from pliant.worker.elastic.rendezvous import EraBroken
-from pliant.worker.in_flight import Flight
-from pliant.worker.poll import Lookout
-from pliant.worker.worker_state import Member
+from pliant.worker.in_flight import InFlight
+from pliant.worker.poll import Poller
+from pliant.worker.worker_state import WorkerState
 
-Ready = Callable[[int], None]
+BucketReady = Callable[[int], None]
 """is told of a part of the gradients that is complete"""
 
 _LATE = (
@@ -36,10 +36,10 @@ _LATE = (
 )
 
 
-class HandingIn:
+class Submission:
     """What one worker gives to the group's sums."""
 
-    def __init__(self, member: Member, channels: Channels, lookout: Lookout, clock: Callable[[], float]) -> None:
+    def __init__(self, member: WorkerState, channels: Collectives, lookout: Poller, clock: Callable[[], float]) -> None:
         self._member = member
         self._channels = channels
         self._lookout = lookout
@@ -64,7 +64,7 @@ class HandingIn:
         mine, phase = work.contribution, member.group.phase
         # First: it may find that the era is over, and nothing must have been given away then.
         ticket = member.ticket(phase.kind, flags)
-        bitmap, squared_norm, flight = 0, 0.0, Flight(None, None, mine.micro_batches)
+        bitmap, squared_norm, flight = 0, 0.0, InFlight(None, None, mine.micro_batches)
         if phase.kind is Kind.TRAIN:
             member.training.gradients.lay_out(member.group.trained)
             bitmap, norm = self._inspected(mine)
@@ -88,7 +88,7 @@ class HandingIn:
         else:
             flight.summation = self._channels.exchange_appended(packed, appendix)
 
-    def _filled_in(self, ticket: Ticket, mine: Contribution, flight: Flight, squared_norm: float = 0.0) -> Ticket:
+    def _filled_in(self, ticket: Ticket, mine: Contribution, flight: InFlight, squared_norm: float = 0.0) -> Ticket:
         """The ticket with all that is known of the contribution."""
         member, work, phase = self._member, self._member.work, self._member.group.phase
         flight.leaving = bool(ticket.flags & Flag.LEAVING)
@@ -136,7 +136,9 @@ class HandingIn:
         training.check_parameters(present)
         return present | training.buffers.changed() << len(training.parameters)
 
-    def given_away(self, weight: float, *, overlap: bool, returning: bool) -> tuple[Buffer | None, Tensor | None]:
+    def given_away(
+        self, weight: float, *, overlap: bool, returning: bool
+    ) -> tuple[FlatGradients | None, Tensor | None]:
         """This worker's part of a round's sums: gradients and buffers; ``overlap``: it goes on accumulating."""
         member, training, merged = self._member, self._member.training, None
         if len(member.group.roster) > 1:
@@ -164,7 +166,7 @@ class HandingIn:
         training.check()
         ticket = member.ticket(Kind.TRAIN, flags)
         training.gradients.lay_out(ticket.wanted)
-        flight = Flight(None, None, mine.micro_batches)
+        flight = InFlight(None, None, mine.micro_batches)
         flight.announced, flight.point = True, mine.point(fresh=True)
         flight.bitmap, norm = self._inspected(mine)
         if norm is None:
@@ -179,7 +181,7 @@ class HandingIn:
         flight.filled = training.gradients.hand_in(overlap=False, returning=False)
         flight.summation = self._channels.gather(packed)
 
-    def complete(self, flight: Flight) -> None:
+    def complete(self, flight: InFlight) -> None:
         """Everybody's tickets are known: add up what all are ready for."""
         member, training = self._member, self._member.training
         flight.gathered = gathered, _ = self._channels.gathered(flight.summation)
@@ -216,7 +218,7 @@ class HandingIn:
         waits = group.open and group.phase.kind is Kind.TRAIN and not group.overlap
         return bool(waits) and len(group.roster) > 1 and self._member.training.gradients.parts(layout) > 1
 
-    def hand_in_while(self, compute: Callable[[Ready | None], None]) -> None:
+    def hand_in_while(self, compute: Callable[[BucketReady | None], None]) -> None:
         """Hand in while ``compute`` makes the contribution's last gradients, each part when it is told of.
 
         What is accumulated so far, and the last loss, are counted already.
@@ -246,7 +248,7 @@ class HandingIn:
         member.training.check()
         member.training.gradients.lay_out(member.group.trained)
         ticket = member.ticket(Kind.TRAIN, flags)
-        flight = Flight(None, None, mine.micro_batches)
+        flight = InFlight(None, None, mine.micro_batches)
         flight.point = mine.point(fresh=True)
         packed = member.packed(self._filled_in(ticket, mine, flight))
         flight.summation = self._channels.begin(packed)

@@ -25,10 +25,10 @@ from pliant.core import drift
 from pliant.core.rounds import Settled
 from pliant.core.tuning import rates
 from pliant.errors import UsageError
-from pliant.tensors.background_copy import Copying
-from pliant.tensors.buffers import Buffers
-from pliant.tensors.digest import Fingerprint
-from pliant.tensors.gradients import Buffer, Gradients
+from pliant.tensors.background_copy import BackgroundCopy
+from pliant.tensors.buffers import ModelBuffers
+from pliant.tensors.digest import WeightsDigest
+from pliant.tensors.gradients import FlatGradients, Gradients
 from pliant.tensors.lookahead import LookAhead
 from pliant.worker.script.loss_scale import LossScale
 from pliant.worker.script.schedule_guard import ScheduleGuard
@@ -57,7 +57,7 @@ class Training:
     """of the last update's mean gradient, before clipping; NaN where it was not taken"""
     takes_norm = False
     """whether that norm is taken with every update, needed for clipping or not"""
-    copying: Copying | None = None
+    copying: BackgroundCopy | None = None
     """a copy of weights and optimizer state that is still being made; complete before either is changed"""
     _shown = 0
     """how many ``plain`` are under way"""
@@ -85,7 +85,7 @@ class Training:
         """all that can ever be trained: bitmaps count these"""
         self.gradients = Gradients(self.parameters, grouped=grouped, overlaps=overlaps, members=self.trained.look())
         self.gradients.optimized = self.trained.optimized
-        self.buffers = Buffers(model)
+        self.buffers = ModelBuffers(model)
         self.lookahead = LookAhead(optimizer, self.parameters) if correction == "lookahead" and grouped else None
         self.held: int | None = None
         """the bitmap of parameters this worker holds, while it takes the state over; None: all of them"""
@@ -98,7 +98,7 @@ class Training:
         """whether a sketch is taken, too, for workers that compute otherwise; and the last one"""
         self._had_gradients = self._missed_gradients = 0
         # What is merged is made anew in each round from everybody's, and what the optimizer keeps shows in the weights.
-        self.fingerprint = Fingerprint(self.parameters, parts=drift.PARTS, reduces=clip_norm is not None)
+        self.fingerprint = WeightsDigest(self.parameters, parts=drift.PARTS, reduces=clip_norm is not None)
         merged = self.buffers.identities()
         self._constants: list[Tensor] = [b for b in model.buffers() if id(b) not in merged]
         self.reference = float(reference)
@@ -270,9 +270,9 @@ class Training:
     def apply(
         self,
         outcome: Settled,
-        summed: Buffer | None,
+        summed: FlatGradients | None,
         present: int,
-        averaged: Callable[[Buffer | None], bool] | None = None,
+        averaged: Callable[[FlatGradients | None], bool] | None = None,
         *,
         measures: bool = False,
     ) -> None:
@@ -303,7 +303,7 @@ class Training:
             self.gradients.take_back(summed)
         self.follow_scale(applied=outcome.applied, finite=outcome.finite)
 
-    def _without_untouched(self, touched: bytes, summed: Buffer | None, present: int) -> int:
+    def _without_untouched(self, touched: bytes, summed: FlatGradients | None, present: int) -> int:
         """Which gradients the update uses: none of parameters that some contribution was not computed for."""
         if not touched:
             return present
@@ -396,7 +396,7 @@ class Training:
         if state is not None and self.loss_scale is not None:
             self.loss_scale.take(state)
 
-    def _average(self, summed: Buffer | None, mean: float, *, measures: bool) -> float | None:
+    def _average(self, summed: FlatGradients | None, mean: float, *, measures: bool) -> float | None:
         """Turn sums into clipped means; the squared norm of the means before clipping, where it was taken."""
         square = None
         if summed is not None:

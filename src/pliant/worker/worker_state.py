@@ -11,25 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pliant.core import allowance, consistency, tickets
-from pliant.core.group_state import Group, Standing
+from pliant.core.group_state import GroupState, Standing
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import WorkerId
-from pliant.worker.elastic.eras import Eras, Handed
-from pliant.worker.in_flight import Work
-from pliant.worker.journal import Witness
-from pliant.worker.script.calls import Script
+from pliant.worker.elastic.eras import Eras, GroupSnapshot
+from pliant.worker.in_flight import Contributions
+from pliant.worker.journal import Journal
+from pliant.worker.script.calls import ScriptPosition
 from pliant.worker.training import Training
 
 
-class Member:
+class WorkerState:
     """What all parts of a worker's loop share."""
 
     def __init__(
         self,
         me: WorkerId,
-        group: Group,
+        group: GroupState,
         training: Training,
-        witness: Witness,
+        witness: Journal,
         eras: Eras | None,
         clock: Callable[[], float],
     ) -> None:
@@ -39,8 +39,8 @@ class Member:
         self.witness = witness
         self.eras = eras
         """None: no coordinator, and one era for ever"""
-        self.script = Script()
-        self.work = Work(clock)
+        self.script = ScriptPosition()
+        self.work = Contributions(clock)
         self.undrained = False
         """the exchange that makes the buffers equal at a phase's end is still to come"""
         self.turned = -1
@@ -91,9 +91,9 @@ class Member:
         return flight is None or flight.leaving or self.work.contribution.micro_batches > 0
 
     @property
-    def handed(self) -> Handed:
+    def handed(self) -> GroupSnapshot:
         """The replicated state, to be handed round or written down."""
-        return Handed(self.group, self.witness.records, self.training.buffers.live, self.undrained)
+        return GroupSnapshot(self.group, self.witness.records, self.training.buffers.live, self.undrained)
 
     def ticket(self, kind: Kind, flags: Flag) -> Ticket:
         """A ticket that says where this worker is. Raises where the planned era has come to nothing."""

@@ -110,7 +110,7 @@ def cut() -> None:
 
     opened, until_s = connect.opened, time.monotonic() + 1.5
 
-    def away(door: connect.Door) -> Any:
+    def away(door: connect.Endpoint) -> Any:
         while time.monotonic() < until_s:
             time.sleep(0.05)
         return opened(door)
@@ -141,25 +141,25 @@ from torch.utils.data import Dataset  # noqa: E402
 import pliant  # noqa: E402
 from pliant.tensors import handoff  # noqa: E402
 from pliant.worker.elastic import catch_up  # noqa: E402
-from pliant.worker.follow import Following  # noqa: E402
-from pliant.worker.poll import Lookout  # noqa: E402
+from pliant.worker.follow import Follower  # noqa: E402
+from pliant.worker.poll import Poller  # noqa: E402
 
 at(catch_up, "snapshot", "giving")
 at(handoff, "_send_answer", "sending")
-at(catch_up.Takeover, "_ask", "asking")
-at(catch_up.Takeover, "_install", "installing")
-at(Following, "follow", "following")
+at(catch_up.CatchUp, "_ask", "asking")
+at(catch_up.CatchUp, "_install", "installing")
+at(Follower, "follow", "following")
 
 
 def watch_waiting() -> None:
-    whole = Lookout.wait
+    whole = Poller.wait
 
-    def watched(self: Lookout, summation: Any, meanwhile: Callable[[], None] | None = None) -> float:
+    def watched(self: Poller, summation: Any, meanwhile: Callable[[], None] | None = None) -> float:
         if not summation.over and self._member.script.stack:
             reach("waiting")
         return whole(self, summation, meanwhile)
 
-    Lookout.wait = watched
+    Poller.wait = watched
 
 
 watch_waiting()

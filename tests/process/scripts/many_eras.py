@@ -26,11 +26,11 @@ import pliant
 from pliant.control.link import Position
 from pliant.control.mailbox import Mailbox
 from pliant.control.messages import Broken, EraPlan, EraStart, Leave, Past, Push, Welcome, Written
-from pliant.coordinator.journal import Numbered
+from pliant.coordinator.journal import NumberedRecords
 from pliant.core.journal import records as journal
 from pliant.environment import Job
 from pliant.worker import session
-from pliant.worker.session import Membership, Offer
+from pliant.worker.session import JoinRequest, Session
 
 LIMIT_S = 60.0
 STAYING = ("w0", "w1")
@@ -106,7 +106,7 @@ class Office:
     def __init__(self) -> None:
         self.lines: dict[str, Line] = {}
         self.era = 0
-        self._numbered = Numbered()
+        self._numbered = NumberedRecords()
         self._lock = threading.Lock()
         self._tasks: dict[int, tuple[str, int]] = {}
         self._past: list[Past] = []
@@ -200,7 +200,7 @@ digests: dict[str, str] = {}
 
 
 def script(office: Office, name: str) -> None:
-    def enroll(offer: Offer) -> Membership:
+    def enroll(offer: JoinRequest) -> Session:
         line = Line(office, name)
         office.lines[name] = line
         job = Job("127.0.0.1:1", "token", name)

@@ -45,7 +45,7 @@ from pliant.types import Span
 _MOST_PROBLEMS = 100
 
 
-class Report(msgspec.Struct, frozen=True):
+class AuditReport(msgspec.Struct, frozen=True):
     """What an audit found. No problems: every position is proven used once or cut, as far as ``proved`` says."""
 
     problems: list[str]
@@ -58,7 +58,7 @@ class Report(msgspec.Struct, frozen=True):
         return bool(self.summary["end_proved"])
 
 
-def audit(records: Iterable[Record], *, replay: bool = True) -> Report:
+def audit(records: Iterable[Record], *, replay: bool = True) -> AuditReport:
     """Check a journal from its first record to its last; ``replay`` also runs the decision code again.
 
     Of a list, what a rewind has gone back behind is left out; an iterator must come without it (``effective``).
@@ -174,7 +174,7 @@ class _Auditor:
             for problem in self._replay.take(record):
                 self._problem(problem)
 
-    def report(self) -> Report:
+    def report(self) -> AuditReport:
         completed = self._end is not None and self._end.completed
         if completed and self._gap is None:
             for phase in self._open:
@@ -204,7 +204,7 @@ class _Auditor:
             "proved": self._proved(),
             "replayed_rounds": self._replay.rounds if self._replay else 0,
         }
-        return Report(problems, summary)
+        return AuditReport(problems, summary)
 
     def _close(self, record: EndRecord) -> None:
         """The closing record says what was written: a reader must have found the same."""

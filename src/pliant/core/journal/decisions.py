@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from pliant.core import dealing, evaluation, regrouping, rounds
 from pliant.core.consistency import Mismatch
 from pliant.core.drift import Drift
-from pliant.core.group_state import Group, Policy, Standing, founded
+from pliant.core.group_state import GroupState, Policy, Standing, founded
 from pliant.core.journal.records import (
     CheckpointRecord,
     DriftLine,
@@ -51,7 +51,7 @@ class Replay:
         """rounds and exchanges that were decided again"""
         self.outcome: Settled | None = None
         """of the last of them"""
-        self._group: Group | None = None
+        self._group: GroupState | None = None
         self._agreed = False
         """the policy is known"""
         self._ended: Settled | None = None
@@ -67,7 +67,7 @@ class Replay:
         self._lost = False
 
     @property
-    def group(self) -> Group | None:
+    def group(self) -> GroupState | None:
         """The state after the records so far."""
         return self._group
 
@@ -256,7 +256,7 @@ class Replay:
             self._resumed = self._resumed and record.batch == 0
         return [f"{where}: {text}" for text in problems]
 
-    def _short(self, record: RoundRecord, group: Group) -> list[str]:
+    def _short(self, record: RoundRecord, group: GroupState) -> list[str]:
         """A round of a fixed batch that is not full, in mid-epoch."""
         lacking = group.policy.batch - record.batch
         # A crumb that a leaver has given back is left for the round after, at the end of an epoch too.
@@ -290,7 +290,7 @@ class Replay:
         return problems
 
 
-def _ticket(group: Group, kind: Kind, line: TicketLine) -> Ticket:
+def _ticket(group: GroupState, kind: Kind, line: TicketLine) -> Ticket:
     return Ticket(
         group.era,
         group.round,
@@ -310,7 +310,7 @@ def _ticket(group: Group, kind: Kind, line: TicketLine) -> Ticket:
     )
 
 
-def _set(written: Sequence[str], member: int, group: Group) -> bytes:
+def _set(written: Sequence[str], member: int, group: GroupState) -> bytes:
     """The set of parameters that a member's ticket carried: what is written, or else what was agreed on."""
     return bytes.fromhex(written[member]) if written else group.trained
 
@@ -345,7 +345,7 @@ _SHORT = Flag.BREAK | Flag.LEAVING
 _UNKNOWN = Policy(batch=1)
 
 
-def _impossible(group: Group, roster: Sequence[WorkerId], entries: Sequence[Entry]) -> str | None:
+def _impossible(group: GroupState, roster: Sequence[WorkerId], entries: Sequence[Entry]) -> str | None:
     """Why nobody can have entered an unplanned era like this, if so."""
     if len(entries) != len(roster):
         return f"{len(entries)} entries of {len(roster)} workers"
@@ -364,7 +364,7 @@ def _impossible(group: Group, roster: Sequence[WorkerId], entries: Sequence[Entr
     return None
 
 
-def _may_be_small(group: Group, record: RoundRecord) -> bool:
+def _may_be_small(group: GroupState, record: RoundRecord) -> bool:
     """Whether a round of a fixed batch may have less than that in mid-epoch: somebody stops, or nobody can compute."""
     hands = group.phase.ledger.hands
     if any(line.flags & Flag.LEAVING.value and hand.queue for hand, line in zip(hands, record.tickets, strict=True)):
@@ -405,7 +405,7 @@ def _drift(line: DriftLine | None) -> Drift | None:
     return Drift(line.round, tuple(line.digests), healed, expelled, line.donor, sketches)
 
 
-def _measures(record: RoundRecord, group: Group) -> list[str]:
+def _measures(record: RoundRecord, group: GroupState) -> list[str]:
     """Where they disagree about what was learned so far."""
     problems: list[str] = []
     if record.noise_scale is not None and record.noise_scale != group.noise.scale:

@@ -284,7 +284,7 @@ class EndRecord(msgspec.Struct, frozen=True, tag="end", tag_field="kind"):
     lines: Count | None = None
     """before this one; None: written by an older Pliant, so that the end cannot be proved"""
     digest: str = ""
-    """over those lines: ``Place.digest``"""
+    """over those lines: ``JournalPosition.digest``"""
 
 
 Record = Union[  # noqa: UP007 - msgspec reads it at run time
@@ -394,7 +394,7 @@ def unsealed(text: bytes, chain: int, number: int = 1) -> bytes:
     return payload
 
 
-class Place(msgspec.Struct, frozen=True):
+class JournalPosition(msgspec.Struct, frozen=True):
     """A place in a journal: what is before it."""
 
     size: int = 0
@@ -405,15 +405,15 @@ class Place(msgspec.Struct, frozen=True):
     digest: str = ""
     """over all lines before it: SHA-256 of the digest before the last line and of that line, in hexadecimal digits"""
 
-    def after(self, text: bytes) -> Place:
+    def after(self, text: bytes) -> JournalPosition:
         """The place behind this line."""
         # ``"xxxxxxxx"}`` and the newline: the checksum of the last line is where the chain goes on.
         chain = int(text[-11:-3], 16)
         digest = hashlib.sha256(self.digest.encode() + text).hexdigest()
-        return Place(self.size + len(text), self.lines + 1, chain, digest)
+        return JournalPosition(self.size + len(text), self.lines + 1, chain, digest)
 
 
-BEGINNING = Place()
+BEGINNING = JournalPosition()
 
 
 def read(lines: Iterable[bytes]) -> Iterator[Record]:
@@ -422,7 +422,7 @@ def read(lines: Iterable[bytes]) -> Iterator[Record]:
         yield record
 
 
-def placed(lines: Iterable[bytes], place: Place = BEGINNING) -> Iterator[tuple[Place, Record]]:
+def placed(lines: Iterable[bytes], place: JournalPosition = BEGINNING) -> Iterator[tuple[JournalPosition, Record]]:
     """The same from a place on, each with the place behind it."""
     for text in lines:
         number = place.lines + 1
@@ -436,12 +436,12 @@ def placed(lines: Iterable[bytes], place: Place = BEGINNING) -> Iterator[tuple[P
         yield place, record
 
 
-def _closes(end: EndRecord, place: Place) -> bool:
+def _closes(end: EndRecord, place: JournalPosition) -> bool:
     """Whether it was written at this place; an older Pliant has not said."""
     return end.lines is None or (end.lines, end.digest) == (place.lines, place.digest)
 
 
-def closing(end: EndRecord, place: Place) -> EndRecord:
+def closing(end: EndRecord, place: JournalPosition) -> EndRecord:
     """The end as it is written at this place."""
     return msgspec.structs.replace(end, lines=place.lines, digest=place.digest)
 

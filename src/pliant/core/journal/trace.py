@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pliant.core.group_state import Group
+from pliant.core.group_state import GroupState
 from pliant.core.journal.decisions import Replay
 from pliant.core.journal.records import (
     CheckpointRecord,
@@ -45,7 +45,7 @@ from pliant.types import WorkerId
 
 
 @dataclass(eq=False, slots=True)
-class Part:
+class TracedContribution:
     """One contribution of one worker."""
 
     worker: WorkerId
@@ -55,14 +55,14 @@ class Part:
     line: TicketLine | None
     """its ticket; None: it was dropped"""
     point: Point = NOWHERE
-    before: Part | None = None
+    before: TracedContribution | None = None
     """what the same worker handed in before it"""
 
 
-class Stretch(msgspec.Struct, frozen=True):
+class Segment(msgspec.Struct, frozen=True):
     """Micro-batches of one contribution at one point."""
 
-    part: Part
+    part: TracedContribution
     micro_batches: tuple[MicroBatch, ...]
     ahead: bool
 
@@ -71,7 +71,7 @@ class Stretch(msgspec.Struct, frozen=True):
 class Bodies:
     """Runs of the user's loop body, before the next update."""
 
-    stretches: list[Stretch] = field(default_factory=list[Stretch])
+    stretches: list[Segment] = field(default_factory=list[Segment])
 
 
 class Agreed(msgspec.Struct, frozen=True):
@@ -80,51 +80,51 @@ class Agreed(msgspec.Struct, frozen=True):
 
 class Opened(msgspec.Struct, frozen=True):
     record: PhaseRecord
-    group: Group
+    group: GroupState
 
 
-class Update(msgspec.Struct, frozen=True):
+class TracedRound(msgspec.Struct, frozen=True):
     """A round of training."""
 
     record: RoundRecord
-    before: Group
-    group: Group
+    before: GroupState
+    group: GroupState
     outcome: Settled
-    parts: tuple[Part, ...]
+    parts: tuple[TracedContribution, ...]
     """in the order of the roster"""
 
 
-class Exchange(msgspec.Struct, frozen=True):
+class TracedExchange(msgspec.Struct, frozen=True):
     """A part of an ``evaluate``."""
 
     record: ExchangeRecord
-    group: Group
-    parts: tuple[Part, ...]
+    group: GroupState
+    parts: tuple[TracedContribution, ...]
 
 
-class Ended(msgspec.Struct, frozen=True):
+class PhaseEnded(msgspec.Struct, frozen=True):
     record: PhaseEndRecord
-    group: Group
+    group: GroupState
 
 
 class Changed(msgspec.Struct, frozen=True):
     """A roster takes effect."""
 
     record: EraRecord
-    group: Group
+    group: GroupState
 
 
 class Rewound(msgspec.Struct, frozen=True):
     """Everybody was lost: one worker has read the state as it is here from a checkpoint."""
 
     record: RewindRecord
-    group: Group
+    group: GroupState
 
 
-Item = Agreed | Opened | Bodies | Update | Exchange | Ended | Changed | Rewound
+Item = Agreed | Opened | Bodies | TracedRound | TracedExchange | PhaseEnded | Changed | Rewound
 
 
-class Start(msgspec.Struct, frozen=True):
+class TraceStart(msgspec.Struct, frozen=True):
     """A checkpoint that the rest of the score can be played from."""
 
     checkpoint: CheckpointRecord
@@ -132,19 +132,19 @@ class Start(msgspec.Struct, frozen=True):
     """the first one that comes after it"""
 
 
-class Score(msgspec.Struct, frozen=True):
+class Trace(msgspec.Struct, frozen=True):
     """What to do, from the first call of the script to the last record."""
 
     run: RunRecord
     items: list[Item]
     end: EndRecord | None
-    starts: list[Start]
+    starts: list[TraceStart]
     """where else it can begin: nothing that comes later was computed, in part, before"""
     checkpoints: int
     """all that the journal names"""
 
 
-def score(records: Iterable[Record]) -> Score:
+def score(records: Iterable[Record]) -> Trace:
     """Of the history that counts. Raises ``JournalError`` where the journal does not say enough."""
     writing = _Writing()
     for number, record in numbered(records):
@@ -153,9 +153,9 @@ def score(records: Iterable[Record]) -> Score:
     return writing.written()
 
 
-def gaps(written: Score) -> list[str]:
+def gaps(written: Trace) -> list[str]:
     """What cannot be played as it stands: a contribution whose micro-batches are not all computed when it is due."""
-    drawn: dict[Part, int] = {}
+    drawn: dict[TracedContribution, int] = {}
     problems: list[str] = []
     for item in written.items:
         if isinstance(item, Bodies):
@@ -164,7 +164,7 @@ def gaps(written: Score) -> list[str]:
                 drawn[part] = drawn.get(part, 0) + len(stretch.micro_batches)
                 if stretch.ahead and (before is None or drawn.get(before, 0) < len(before.micro_batches)):
                     problems.append(f"round {part.round}: {part.worker} looks ahead from what is not computed yet")
-        elif isinstance(item, Update):
+        elif isinstance(item, TracedRound):
             for part in item.parts:
                 if drawn.pop(part, 0) < len(part.micro_batches):
                     problems.append(f"round {part.round}: {part.worker} handed in what it had not computed")
@@ -177,11 +177,11 @@ class _Writing:
         self._run: RunRecord | None = None
         self._end: EndRecord | None = None
         self._items: list[Item] = []
-        self._last: dict[WorkerId, Part] = {}
+        self._last: dict[WorkerId, TracedContribution] = {}
         """what each worker has handed in last"""
         self._bodies: dict[int, list[tuple[int, Bodies]]] = {}
         """by phase: the last settled round (void ones count), and the place for what was drawn then"""
-        self._stretches: list[tuple[int, int, Stretch]] = []
+        self._stretches: list[tuple[int, int, Segment]] = []
         """phase, round, what was drawn"""
         self._reached: list[tuple[int, int]] = []
         """(records of the workers, items made of them)"""
@@ -215,7 +215,7 @@ class _Writing:
             case PhaseRecord():
                 self._items.append(Opened(record, group))
             case PhaseEndRecord():
-                self._items.append(Ended(record, group))
+                self._items.append(PhaseEnded(record, group))
             case RewindRecord():
                 self._last.clear()
                 self._items.append(Rewound(record, group))
@@ -226,24 +226,24 @@ class _Writing:
             case RoundRecord():
                 assert before is not None and self._replay.outcome is not None
                 parts = self._parts(before, record)
-                self._items.append(Update(record, before, group, self._replay.outcome, parts))
+                self._items.append(TracedRound(record, before, group, self._replay.outcome, parts))
             case ExchangeRecord():
                 assert before is not None
-                self._items.append(Exchange(record, group, self._parts(before, record)))
+                self._items.append(TracedExchange(record, group, self._parts(before, record)))
 
-    def _make_room(self, group: Group | None) -> None:
+    def _make_room(self, group: GroupState | None) -> None:
         """Here the number of the last settled round changes: what was drawn before it comes before it."""
         if group is not None and group.open and group.phase.kind is Kind.TRAIN:
             bodies = Bodies()
             self._items.append(bodies)
             self._bodies.setdefault(group.phase.number, []).append((group.round, bodies))
 
-    def _parts(self, group: Group, record: RoundRecord | ExchangeRecord) -> tuple[Part, ...]:
+    def _parts(self, group: GroupState, record: RoundRecord | ExchangeRecord) -> tuple[TracedContribution, ...]:
         hands = group.phase.ledger.hands
         number = record.round if isinstance(record, RoundRecord) else 0
-        parts: list[Part] = []
+        parts: list[TracedContribution] = []
         for worker, hand, line in zip(group.roster, hands, record.tickets, strict=True):
-            part = Part(worker, number, hand.queue[: line.micro_batches], line)
+            part = TracedContribution(worker, number, hand.queue[: line.micro_batches], line)
             parts.append(part)
             if number and not line.flags & Flag.FOLLOWING:
                 if line.point is None:
@@ -253,7 +253,7 @@ class _Writing:
                 self._handed_in(part, group.phase.number, point(*line.point))
         return tuple(parts)
 
-    def _lose(self, group: Group, record: EraRecord) -> None:
+    def _lose(self, group: GroupState, record: EraRecord) -> None:
         """What survivors had handed in is lost; where they went on from there, it still counts."""
         for worker, entry in zip(record.roster, record.entries or (), strict=True):
             if not entry.active:
@@ -264,22 +264,22 @@ class _Writing:
                 where = point(*packed)
                 if phase.kind is Kind.TRAIN and where.handed_in:
                     drawn = phase.ledger.hands[member].queue[:dropped]
-                    self._handed_in(Part(WorkerId(worker), 0, drawn, None), phase.number, where)
+                    self._handed_in(TracedContribution(WorkerId(worker), 0, drawn, None), phase.number, where)
 
-    def _handed_in(self, part: Part, phase: int, where: Point) -> None:
+    def _handed_in(self, part: TracedContribution, phase: int, where: Point) -> None:
         part.point, part.before = where, self._last.get(part.worker)
         self._last[part.worker] = part
         early, late = part.micro_batches[: where.early], part.micro_batches[where.early :]
         if early:
-            self._stretches.append((phase, where.early_round, Stretch(part, early, where.ahead)))
+            self._stretches.append((phase, where.early_round, Segment(part, early, where.ahead)))
         if late:
-            self._stretches.append((phase, where.late_round, Stretch(part, late, ahead=False)))
+            self._stretches.append((phase, where.late_round, Segment(part, late, ahead=False)))
 
     def reached(self, records: int) -> None:
         """So many records of the workers are taken."""
         self._reached.append((records, len(self._items)))
 
-    def written(self) -> Score:
+    def written(self) -> Trace:
         if self._run is None:
             raise JournalError("the journal is empty")
         for phase, settled, stretch in self._stretches:
@@ -289,38 +289,38 @@ class _Writing:
                 raise JournalError(f"{stretch.part.worker} computed after round {settled}, which phase {phase} has not")
             places[place][1].stretches.append(stretch)
         self._let_see()
-        return Score(self._run, self._items, self._end, self._starts(), len(self._checkpoints))
+        return Trace(self._run, self._items, self._end, self._starts(), len(self._checkpoints))
 
     def _let_see(self) -> None:
         """Loop bodies saw an update in which they computed what a rewind has made void: one is to see it here, too."""
-        last: Stretch | None = None
+        last: Segment | None = None
         unseen: Bodies | None = None
         for before, item in itertools.pairwise(self._items):
             if isinstance(before, Bodies) and before.stretches:
                 last, unseen = before.stretches[-1], None
-            elif isinstance(before, Bodies) and isinstance(item, Update):
+            elif isinstance(before, Bodies) and isinstance(item, TracedRound):
                 unseen = before if item.outcome.seen else None
             if isinstance(item, Rewound) and unseen is not None and last is not None:
-                again = Part(last.part.worker, 0, last.micro_batches[-1:], None, before=last.part)
-                unseen.stretches.append(Stretch(again, again.micro_batches, ahead=False))
+                again = TracedContribution(last.part.worker, 0, last.micro_batches[-1:], None, before=last.part)
+                unseen.stretches.append(Segment(again, again.micro_batches, ahead=False))
                 unseen = None
 
-    def _starts(self) -> list[Start]:
+    def _starts(self) -> list[TraceStart]:
         """Checkpoints in a loop over batches of which nothing that comes later was computed, in part, before."""
         if not self._checkpoints:
             return []
         bridges = self._bridges()
-        starts: list[Start] = []
+        starts: list[TraceStart] = []
         for checkpoint in self._checkpoints:
             reached = bisect.bisect_left(self._reached, checkpoint.records, key=operator.itemgetter(0))
             place = self._reached[reached][1] if reached < len(self._reached) else len(self._items)
             if self._inside_loop(place) and not any(first < place <= last for first, last in bridges):
-                starts.append(Start(checkpoint, place))
+                starts.append(TraceStart(checkpoint, place))
         return starts
 
     def _bridges(self) -> list[tuple[int, int]]:
         """Pairs of items of which the second needs what was computed with the first."""
-        begun: dict[Part, int] = {}
+        begun: dict[TracedContribution, int] = {}
         bridges: list[tuple[int, int]] = []
         for place, item in enumerate(self._items):
             if isinstance(item, Bodies):
@@ -329,7 +329,7 @@ class _Writing:
                     bridges.append((begun.setdefault(part, place), place))
                     if stretch.ahead and part.before is not None:
                         bridges.append((begun.get(part.before, place), place))
-            elif isinstance(item, Update):
+            elif isinstance(item, TracedRound):
                 bridges += [(begun[part], place) for part in item.parts if part in begun]
         return [(first, last) for first, last in bridges if first < last]
 

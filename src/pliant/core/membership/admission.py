@@ -22,8 +22,8 @@ from pliant.core.membership.events import (
     Dismiss,
     Effect,
     Enroll,
+    JoinRequested,
     Note,
-    Offered,
     Refuse,
 )
 from pliant.core.membership.processes import given_up, number_of, room, with_new_slots
@@ -34,19 +34,19 @@ from pliant.core.membership.roster import (
     Agent,
     Alive,
     Connected,
-    Cut,
+    Disconnected,
     Ending,
-    Fate,
+    EraMember,
     Finishing,
     Greeted,
-    Member,
-    Over,
     Roster,
+    RunOver,
     Slot,
+    SlotOutcome,
+    SlotWorker,
     Step,
     Stopping,
     Waiting,
-    Worker,
     agent_of,
     owner_of,
     slot_of,
@@ -69,7 +69,7 @@ def arrived(state: Roster, event: Arrived, now_s: float) -> Step:
     match state.stage:
         case Stopping(reason=reason):
             return state, (Dismiss(event.peer, reason),)
-        case Over(reason=reason, completed=completed):
+        case RunOver(reason=reason, completed=completed):
             return state, (Dismiss(event.peer, reason, completed),)
         case _:
             pass
@@ -115,7 +115,7 @@ def _newcomer(state: Roster, slot: Slot, event: Arrived, now_s: float) -> Step:
     number = slot.names + 1
     name = WorkerId(slot.name if number == 1 else f"{slot.name}.{number}")
     slot = replace(slot, names=number, process=Alive(greeted=True), inherited=False, away=None)
-    worker = Worker(name, slot.name, event.pid, Connected(event.peer), Greeted(), now_s)
+    worker = SlotWorker(name, slot.name, event.pid, Connected(event.peer), Greeted(), now_s)
     state = with_worker(with_slot(state, slot), worker)
     return state, (*effects, Admit(event.peer, name, running=state.last_era > 0))
 
@@ -123,9 +123,9 @@ def _newcomer(state: Roster, slot: Slot, event: Arrived, now_s: float) -> Step:
 def _objection(state: Roster, slot: Slot) -> str | None:
     """Why nobody new can come from this slot."""
     present = worker_in(state, slot.name)
-    if slot.fate in (Fate.FINISHED, Fate.LEFT):
+    if slot.fate in (SlotOutcome.FINISHED, SlotOutcome.LEFT):
         return f"{slot.name} has already left this run; call pliant.join once per script"
-    if slot.fate is Fate.GIVEN_UP:
+    if slot.fate is SlotOutcome.GIVEN_UP:
         return f"{slot.name} was given up: {state.verdict}"
     if not isinstance(slot.process, Alive):
         return f"the process of {slot.name} has ended; let `pliant run` start its successor"
@@ -157,7 +157,7 @@ def _gone_on(state: Roster, slot: Slot, event: Arrived, now_s: float, trusting: 
     if event.terms is not None and state.terms is None and event.era > 0:
         state = replace(state, terms=event.terms)
     standing = worker.standing
-    if isinstance(standing, Member):
+    if isinstance(standing, EraMember):
         standing = replace(standing, address=event.address or standing.address)
     worker = replace(worker, pid=event.pid, line=Connected(event.peer), heard_s=now_s, standing=standing)
     state = with_slot(with_worker(state, worker), replace(slot, process=Alive(greeted=True), inherited=False))
@@ -166,9 +166,9 @@ def _gone_on(state: Roster, slot: Slot, event: Arrived, now_s: float, trusting: 
     return state, (*old, admit, *redelivered(state, worker.name))
 
 
-def _succeeds(slot: Slot, present: Worker, event: Arrived) -> bool:
+def _succeeds(slot: Slot, present: SlotWorker, event: Arrived) -> bool:
     """Whether it came after one that only the journal knows, in an era that did not come to be written down."""
-    era = present.standing.era if isinstance(present.standing, Member) else 0
+    era = present.standing.era if isinstance(present.standing, EraMember) else 0
     later = slot_part(event.worker)[1] > slot_part(present.name)[1] and event.era > era
     return later and slot.inherited and not isinstance(present.line, Connected)
 
@@ -183,16 +183,16 @@ def _is_credible(state: Roster, slot: Slot, event: Arrived) -> bool:
     return event.era == 0 or event.era >= era
 
 
-def _taken_at_its_word(event: Arrived, now_s: float) -> Worker:
+def _taken_at_its_word(event: Arrived, now_s: float) -> SlotWorker:
     standing = (
-        Member(event.address, now_s, era=event.era, exchange=event.exchange, active=event.active, progress_s=now_s)
+        EraMember(event.address, now_s, era=event.era, exchange=event.exchange, active=event.active, progress_s=now_s)
         if event.era > 0
         else Greeted()
     )
-    return Worker(event.worker, event.slot, event.pid, Connected(event.peer), standing, now_s)
+    return SlotWorker(event.worker, event.slot, event.pid, Connected(event.peer), standing, now_s)
 
 
-def offered(state: Roster, worker: Worker, event: Offered, now_s: float) -> Step:
+def offered(state: Roster, worker: SlotWorker, event: JoinRequested, now_s: float) -> Step:
     """A worker wants to be in the next era."""
     if not isinstance(worker.standing, Greeted | Waiting) or not isinstance(worker.line, Connected):
         return state, ()
@@ -284,11 +284,11 @@ def _agent_number(agent: str) -> int:
     return int(agent[1:]) if agent[:1] == "a" and agent[1:].isdecimal() else -1
 
 
-def cut(state: Roster, worker: Worker, peer: int, now_s: float) -> Step:
+def cut(state: Roster, worker: SlotWorker, peer: int, now_s: float) -> Step:
     """A worker's connection is closed."""
     if worker.line != Connected(peer):
         return state, ()
-    return with_worker(state, replace(worker, line=Cut(now_s))), ()
+    return with_worker(state, replace(worker, line=Disconnected(now_s))), ()
 
 
 def agent_cut(state: Roster, name: AgentId, peer: int, now_s: float) -> Step:

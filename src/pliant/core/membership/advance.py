@@ -21,9 +21,9 @@ from pliant.core.membership.events import (
     AgentId,
     AgentLost,
     Arrived,
-    Beaten,
     Close,
     ConnectionLost,
+    CoordinatorFailed,
     Dismiss,
     Drained,
     Effect,
@@ -31,14 +31,14 @@ from pliant.core.membership.events import (
     Event,
     Failed,
     Finished,
-    Hindered,
+    Heartbeat,
     Interrupted,
+    JoinRequested,
     Kill,
     Leaving,
     Note,
-    Noticed,
-    Offered,
     OfWorker,
+    PreemptionNotice,
     ProcessExited,
     Scaled,
     Stopped,
@@ -49,24 +49,24 @@ from pliant.core.membership.roster import (
     NAMES_PER_TERM,
     Alive,
     Connected,
-    Cut,
     Departing,
-    Fate,
+    Disconnected,
+    EraForming,
+    EraMember,
     Finishing,
-    Forming,
     Gathering,
     Halting,
     Idle,
-    Member,
-    Over,
     Planned,
     Roster,
     Rules,
     Running,
+    RunOver,
     Slot,
+    SlotOutcome,
+    SlotWorker,
     Steady,
     Step,
-    Worker,
     agent_of,
     name_order,
     slot_of,
@@ -98,8 +98,8 @@ def resumed(
         slot, number = slot_part(name)
         names = max(number, NAMES_PER_TERM * (term - 1))
         state = with_slot(state, Slot(slot, AgentId(""), names=names, inherited=True))
-        member = Member("", now_s, era=era, active=True, progress_s=now_s)
-        state = with_worker(state, Worker(name, slot, 0, Cut(now_s), member, now_s))
+        member = EraMember("", now_s, era=era, active=True, progress_s=now_s)
+        state = with_worker(state, SlotWorker(name, slot, 0, Disconnected(now_s), member, now_s))
     if era > 0:
         # Nothing that a member says of itself is out of date: it has just found this coordinator.
         state = replace(state, stage=Running(), course=Steady(era, 0), last_era=era)
@@ -126,28 +126,28 @@ def finishing(state: Roster, now_s: float) -> Roster:
 
 def ended(state: Roster, reason: str, *, completed: bool, exit_status: int) -> Roster:
     """The run was over already: whoever asks is told so."""
-    return replace(state, stage=Over(reason, completed, exit_status))
+    return replace(state, stage=RunOver(reason, completed, exit_status))
 
 
-def heard(state: Roster, beats: Sequence[tuple[Beaten, float]]) -> Roster:
+def heard(state: Roster, beats: Sequence[tuple[Heartbeat, float]]) -> Roster:
     """The state after these signs of life, in their order, each with its time.
 
     Nothing is judged: ``advance`` does that with the next event. One pass for all: what a beat costs does not depend on
     how many workers there are.
     """
-    if not beats or isinstance(state.stage, Over):
+    if not beats or isinstance(state.stage, RunOver):
         return state
-    by_worker: dict[WorkerId, list[tuple[Beaten, float]]] = {}
+    by_worker: dict[WorkerId, list[tuple[Heartbeat, float]]] = {}
     for beat, now_s in beats:
         by_worker.setdefault(beat.worker, []).append((beat, now_s))
     # What it held in an era before the present one says nothing: it may have been behind.
-    present = state.course.start.era if isinstance(state.course, Forming) else None
-    workers: list[Worker] = []
+    present = state.course.start.era if isinstance(state.course, EraForming) else None
+    workers: list[SlotWorker] = []
     settled = state.settled
     for worker in state.workers:
         for beat, now_s in by_worker.get(worker.name, ()):
             worker = _beaten(worker, beat, present, now_s)
-            if isinstance(worker.standing, Member):
+            if isinstance(worker.standing, EraMember):
                 # A round is an exchange: who has applied one holds a state that a new start would lose.
                 settled = max(settled, min(beat.round, 1))
         workers.append(worker)
@@ -156,7 +156,7 @@ def heard(state: Roster, beats: Sequence[tuple[Beaten, float]]) -> Roster:
 
 def advance(state: Roster, event: Event, now_s: float) -> Step:
     """What the event changes and what is to be done about it. Times are any monotonic clock's."""
-    if isinstance(state.stage, Over):
+    if isinstance(state.stage, RunOver):
         return state, _farewell(event, state.stage)
     if now_s - state.heard_s > state.dead_after_s / 2:
         # The coordinator itself was asleep: what it did not hear meanwhile proves nothing.
@@ -183,7 +183,7 @@ def advance(state: Roster, event: Event, now_s: float) -> Step:
     return shutdown.noted(state, effects), effects
 
 
-def _farewell(event: Event, over: Over) -> tuple[Effect, ...]:
+def _farewell(event: Event, over: RunOver) -> tuple[Effect, ...]:
     return (Dismiss(event.peer, over.reason, over.completed),) if isinstance(event, Arrived) else ()
 
 
@@ -201,18 +201,18 @@ def _take(state: Roster, event: Event, now_s: float) -> Step:
             return processes.exited(state, event, now_s)
         case Interrupted():
             return _interrupted(state, event, now_s)
-        case Noticed(agent=agent):
+        case PreemptionNotice(agent=agent):
             return _going(state, agent, "its machine goes away", now_s)
         case Scaled(workers=workers):
             return processes.scale(state, workers, now_s) if _is_open(state) else (state, ())
         case Drained(slot=name):
             slot = slot_of(state, name)
             return processes.leave(state, slot, "drained", now_s) if slot and _is_open(state) else (state, ())
-        case Hindered(reason=reason):
+        case CoordinatorFailed(reason=reason):
             return shutdown.stop(state, reason, now_s, status=1)
         case Tick():
             return state, ()
-        case Beaten():
+        case Heartbeat():
             return heard(state, [(event, now_s)]), ()
         case _:
             worker = worker_of(state, event.worker)
@@ -230,7 +230,7 @@ def _admitted(state: Roster, now_s: float) -> Step:
     return state, effects
 
 
-def _told(state: Roster, worker: Worker, event: OfWorker, now_s: float) -> Step:
+def _told(state: Roster, worker: SlotWorker, event: OfWorker, now_s: float) -> Step:
     if isinstance(event, ConnectionLost):
         return admission.cut(state, worker, event.peer, now_s)
     worker = replace(worker, heard_s=now_s)
@@ -238,7 +238,7 @@ def _told(state: Roster, worker: Worker, event: OfWorker, now_s: float) -> Step:
     if isinstance(event, Entered | Stopped) and not reports.is_credible(state, event.era):
         return _failed(state, worker, Failed(worker.name, f"says that it is in era {event.era}"), now_s)
     match event:
-        case Offered():
+        case JoinRequested():
             return admission.offered(state, worker, event, now_s)
         case Leaving(reason=reason):
             return _leaving(state, worker, reason, now_s)
@@ -256,10 +256,10 @@ def _told(state: Roster, worker: Worker, event: OfWorker, now_s: float) -> Step:
             assert_never(event)
 
 
-def _beaten(worker: Worker, beat: Beaten, present: int | None, now_s: float) -> Worker:
+def _beaten(worker: SlotWorker, beat: Heartbeat, present: int | None, now_s: float) -> SlotWorker:
     """The worker after a sign of life; ``present`` is the era that is being formed, if one is."""
     member = worker.standing
-    if not isinstance(member, Member):
+    if not isinstance(member, EraMember):
         return replace(worker, heard_s=now_s)
     # What it held in an era before the present one says nothing: it may have been behind.
     tells = beat.active is not None and (beat.era is None or beat.era >= (present or member.era))
@@ -280,21 +280,21 @@ def _beaten(worker: Worker, beat: Beaten, present: int | None, now_s: float) -> 
     return replace(worker, heard_s=now_s, standing=member)
 
 
-def _is_where_it_was(member: Member, beat: Beaten) -> bool:
+def _is_where_it_was(member: EraMember, beat: Heartbeat) -> bool:
     """Whether its main loop has not moved since it was heard last."""
     return beat.progress == member.progress and beat.waiting == member.waiting
 
 
-def _leaving(state: Roster, worker: Worker, reason: str, now_s: float) -> Step:
+def _leaving(state: Roster, worker: SlotWorker, reason: str, now_s: float) -> Step:
     """A worker asks for an era without it."""
     slot = slot_of(state, worker.slot)
     if slot is None or not isinstance(state.stage, Gathering | Running):
         return state, ()
-    state = with_slot(state, replace(slot, fate=Fate.LEFT))
+    state = with_slot(state, replace(slot, fate=SlotOutcome.LEFT))
     member = worker.standing
     if isinstance(member, Departing):
         return state, ()
-    if not isinstance(member, Member):
+    if not isinstance(member, EraMember):
         return shutdown.dismissed(state, worker, reason or "it was asked to go")
     if member.leaving is not None:
         return state, ()
@@ -303,14 +303,14 @@ def _leaving(state: Roster, worker: Worker, reason: str, now_s: float) -> Step:
     return state, (Note("leaving", f"{worker.name} leaves{why}", worker.name),)
 
 
-def _failed(state: Roster, worker: Worker, event: Failed, now_s: float) -> Step:
+def _failed(state: Roster, worker: SlotWorker, event: Failed, now_s: float) -> Step:
     """A worker cannot go on; the others can, unless it is an error that all make alike."""
     slot = slot_of(state, worker.slot)
     assert slot is not None
     peer = worker.line.peer if isinstance(worker.line, Connected) else None
     close = () if peer is None else (Close(peer),)
     state = with_slot(state, replace(slot, failure=event.reason))
-    silent = replace(worker, line=Cut(now_s))
+    silent = replace(worker, line=Disconnected(now_s))
     state, effects = liveness.lose(state, silent, f"failed ({event.reason})", now_s, kind="failed")
     reason = event.reason if event.reason.startswith(worker.name) else f"{worker.name} failed: {event.reason}"
     if event.own:
@@ -318,11 +318,11 @@ def _failed(state: Roster, worker: Worker, event: Failed, now_s: float) -> Step:
         effects = tuple(effect for effect in effects if not isinstance(effect, Note))
         now = slot_of(state, worker.slot)
         assert now is not None
-        if now.fate is Fate.KEPT:
+        if now.fate is SlotOutcome.KEPT:
             state, more = processes.given_up(state, now, reason, now_s, status=1)
             effects += more
     elif event.fatal:
-        if state.last_era > 0 and not isinstance(worker.standing, Member | Departing):
+        if state.last_era > 0 and not isinstance(worker.standing, EraMember | Departing):
             # A newcomer that asks for something wrong is its own problem.
             state, effects = processes.given_up(state, replace(slot, failure=event.reason), reason, now_s, status=1)
         else:
@@ -330,21 +330,21 @@ def _failed(state: Roster, worker: Worker, event: Failed, now_s: float) -> Step:
     return state, (*close, *effects)
 
 
-def _finished(state: Roster, worker: Worker, event: Finished, now_s: float) -> Step:
+def _finished(state: Roster, worker: SlotWorker, event: Finished, now_s: float) -> Step:
     """A worker has left ``join`` in good order."""
     close = (Close(worker.line.peer),) if isinstance(worker.line, Connected) else ()
-    if not isinstance(worker.standing, Member | Departing):
+    if not isinstance(worker.standing, EraMember | Departing):
         if state.last_era == 0 and not event.left:
             reason = "left pliant.join before training began"
             return _failed(state, worker, Failed(worker.name, reason, fatal=True), now_s)
-        return shutdown.gone(state, worker, Fate.LEFT if event.left else Fate.FINISHED), close
+        return shutdown.gone(state, worker, SlotOutcome.LEFT if event.left else SlotOutcome.FINISHED), close
     if not event.left:
         return shutdown.finished(state, worker, now_s)
     planned = isinstance(state.course, Planned) and worker.name not in state.course.plan.roster
     # At the run's end all have handed in their last ticket: the others come to it without this one.
     spared = planned or event.over
-    state = shutdown.gone(state, worker, Fate.LEFT)
-    if isinstance(worker.standing, Member) and not spared and not isinstance(state.course, Idle | Halting):
+    state = shutdown.gone(state, worker, SlotOutcome.LEFT)
+    if isinstance(worker.standing, EraMember) and not spared and not isinstance(state.course, Idle | Halting):
         # Nobody had planned to do without it.
         state = replace(state, broken=f"{worker.name} left", last_loss=(f"{worker.name} left", None))
     return state, (*close, Note("left", f"{worker.name} left", worker.name))

@@ -22,22 +22,22 @@ from pliant.core.membership.roster import (
     Alive,
     Connected,
     Departing,
-    Exited,
-    Fate,
+    EndedProcess,
+    EraForming,
+    EraMember,
     Finishing,
-    Forming,
     Gathering,
     Halting,
     Idle,
-    Member,
     Planned,
     Roster,
     Running,
     Slot,
+    SlotOutcome,
+    SlotWorker,
     Steady,
     Step,
     Waiting,
-    Worker,
     members_of,
     name_order,
     owner_of,
@@ -117,7 +117,7 @@ def _uncertainty(state: Roster, now_s: float) -> str:
 def _formed(state: Roster, now_s: float) -> Step:
     """An era is in force when all its members are in it."""
     match state.course:
-        case Forming(start=start):
+        case EraForming(start=start):
             if all(member.era >= start.era for _, member in members_of(state)):
                 state = failed_formations.in_force(replace(state, course=Steady(start.era, start.era)))
         case Planned(plan=plan):
@@ -195,7 +195,7 @@ def _renewed_with(state: Roster, course: Halting, now_s: float) -> Step:
     return state, (*notes, *effects)
 
 
-def _furthest(active: list[tuple[Worker, Member]]) -> tuple[Worker, int] | None:
+def _furthest(active: list[tuple[SlotWorker, EraMember]]) -> tuple[SlotWorker, int] | None:
     """Whose state all go on with, and what that has settled.
 
     Members are at most one exchange apart. Who lacks the user's own state has run none of its code since: going on with
@@ -256,7 +256,7 @@ def _rewound(state: Roster, what: str, culprit: SlotId | None, now_s: float) -> 
 def _rested(slot: Slot, now_s: float) -> Slot:
     """The slot as if nothing had happened in it before: it is started again soon."""
     process = slot.process
-    if isinstance(process, Exited) and process.restart_s is not None:
+    if isinstance(process, EndedProcess) and process.restart_s is not None:
         process = replace(process, restart_s=min(process.restart_s, now_s + COOLDOWN_S))
     return replace(slot, process=process, cooldown_s=COOLDOWN_S)
 
@@ -271,7 +271,7 @@ def _too_few(state: Roster, course: Halting, present: int, notes: tuple[Effect, 
 
 def _started(
     state: Roster,
-    chosen: list[Worker],
+    chosen: list[SlotWorker],
     donor: WorkerId,
     exchange: int,
     now_s: float,
@@ -283,7 +283,7 @@ def _started(
     founding = state.settled == 0
     for worker in chosen:
         member = worker.standing
-        if isinstance(member, Member):
+        if isinstance(member, EraMember):
             level = founding or (
                 member.active and member.exchange == exchange and (member.whole or worker.name == donor)
             )
@@ -292,7 +292,7 @@ def _started(
         elif isinstance(member, Waiting):
             # In the first era everybody takes over the leader's state at once.
             active = founding or (resuming and worker.name == donor)
-            member = Member(member.address, now_s, active=active, progress_s=now_s, terms=member.terms)
+            member = EraMember(member.address, now_s, active=active, progress_s=now_s, terms=member.terms)
         state = with_standing(state, replace(worker, heard_s=now_s), member)
     state = _in_order(state, names)
     era, attempt = _numbers(state)
@@ -306,7 +306,7 @@ def _started(
         last_attempt=max(state.last_attempt, attempt),
         fruitless=0 if exchange > state.started_at else state.fruitless + 1,
         started_at=exchange,
-        course=Forming(start, getattr(state.course, "floor", 0)),
+        course=EraForming(start, getattr(state.course, "floor", 0)),
     )
     text = f"era {start.era}: {', '.join(names)}"
     return state, (start, Note("era", text, quiet=True))
@@ -357,7 +357,7 @@ def _planned(state: Roster, now_s: float) -> Step:
     for worker in joining:
         assert isinstance(worker.standing, Waiting)
         waiting = worker.standing
-        member = Member(waiting.address, now_s, active=False, progress_s=now_s, terms=waiting.terms)
+        member = EraMember(waiting.address, now_s, active=False, progress_s=now_s, terms=waiting.terms)
         state = with_standing(state, replace(worker, heard_s=now_s), member)
     roster = (*(worker.name for worker in staying), *(worker.name for worker in joining))
     to = (*(worker.name for worker, _ in present), *(worker.name for worker in joining))
@@ -368,21 +368,21 @@ def _planned(state: Roster, now_s: float) -> Step:
     return state, (*notes, plan, Note("plan", f"era {plan.era} is planned: {', '.join(roster)}", quiet=True))
 
 
-def _donor(staying: list[Worker]) -> WorkerId:
+def _donor(staying: list[SlotWorker]) -> WorkerId:
     """The first that is known to hold the state, or else believed to."""
-    standings = [(worker.name, worker.standing) for worker in staying if isinstance(worker.standing, Member)]
+    standings = [(worker.name, worker.standing) for worker in staying if isinstance(worker.standing, EraMember)]
     known = [name for name, member in standings if member.active]
     believed = [name for name, member in standings if member.is_active]
     return next(iter((*known, *believed)), staying[0].name)
 
 
-def _may_go(state: Roster, staying: list[Worker], joining: list[Worker]) -> bool:
+def _may_go(state: Roster, staying: list[SlotWorker], joining: list[SlotWorker]) -> bool:
     """Whether the leavers can be spared: somebody who stays holds the state, and enough remain."""
-    held = any(isinstance(worker.standing, Member) and worker.standing.is_active for worker in staying)
+    held = any(isinstance(worker.standing, EraMember) and worker.standing.is_active for worker in staying)
     return held and len(staying) + len(joining) >= state.rules.min_workers
 
 
-def _all_leave(state: Roster, present: list[tuple[Worker, Member]], now_s: float) -> Step:
+def _all_leave(state: Roster, present: list[tuple[SlotWorker, EraMember]], now_s: float) -> Step:
     """Everybody is to go: the run ends, unless somebody is on the way who may take over."""
     waited = all(now_s - member.leaving_s >= LEAVE_WAIT_S for _, member in present)
     if not waited and any(_is_coming(state, slot, now_s) for slot in kept(state)):
@@ -399,12 +399,12 @@ def _is_coming(state: Roster, slot: Slot, now_s: float) -> bool:
     worker = worker_in(state, slot.name)
     if worker is None:
         return shutdown.may_come(state, slot, now_s)
-    return not isinstance(worker.standing, Member)
+    return not isinstance(worker.standing, EraMember)
 
 
 def _joiners(
     state: Roster, members: int, now_s: float, *, suspects: bool
-) -> tuple[list[Worker], tuple[Effect, ...], Roster]:
+) -> tuple[list[SlotWorker], tuple[Effect, ...], Roster]:
     """Who can be taken in beside so many members; the others are told once that they have to wait."""
     if not isinstance(state.stage, Running):
         return [], (), state
@@ -429,6 +429,6 @@ def _joiners(
     return ready[:room], notes, state
 
 
-def _is_kept(state: Roster, worker: Worker) -> bool:
+def _is_kept(state: Roster, worker: SlotWorker) -> bool:
     slot = slot_of(state, worker.slot)
-    return slot is not None and slot.fate is Fate.KEPT
+    return slot is not None and slot.fate is SlotOutcome.KEPT

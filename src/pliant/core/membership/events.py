@@ -38,7 +38,7 @@ class Arrived(msgspec.Struct, frozen=True):
     address: str = ""
 
 
-class Offered(msgspec.Struct, frozen=True):
+class JoinRequested(msgspec.Struct, frozen=True):
     """The worker wants to be a member of the next era.
 
     ``dead_after_s``, ``hung_after_s`` are the script's settings, if it has any. ``length`` is that of the dataset it
@@ -54,7 +54,7 @@ class Offered(msgspec.Struct, frozen=True):
     recorded: int | None = None
 
 
-class Beaten(msgspec.Struct, frozen=True):
+class Heartbeat(msgspec.Struct, frozen=True):
     """A sign of life, of the process and of its main loop."""
 
     worker: WorkerId
@@ -184,7 +184,7 @@ class Interrupted(msgspec.Struct, frozen=True):
     signal: int
 
 
-class Noticed(msgspec.Struct, frozen=True):
+class PreemptionNotice(msgspec.Struct, frozen=True):
     """A launcher's machine goes away: its workers are to leave."""
 
     agent: AgentId
@@ -206,15 +206,15 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-class Hindered(msgspec.Struct, frozen=True):
+class CoordinatorFailed(msgspec.Struct, frozen=True):
     """The coordinator itself cannot go on: its disk is full, for one."""
 
     reason: str
 
 
-OfWorker = Offered | Leaving | Stopped | Unformed | Entered | Failed | Finished | ConnectionLost
-OfAgent = AgentLost | ProcessExited | Interrupted | Noticed
-Event = Arrived | AgentArrived | Beaten | OfWorker | OfAgent | Scaled | Drained | Tick | Hindered
+OfWorker = JoinRequested | Leaving | Stopped | Unformed | Entered | Failed | Finished | ConnectionLost
+OfAgent = AgentLost | ProcessExited | Interrupted | PreemptionNotice
+Event = Arrived | AgentArrived | Heartbeat | OfWorker | OfAgent | Scaled | Drained | Tick | CoordinatorFailed
 
 
 # Effects on workers

@@ -15,20 +15,20 @@ from msgspec.structs import replace
 
 from pliant.core.membership import reachability, shutdown
 from pliant.core.membership.events import Effect, Note, Refuse, Unformed, VoidPlan
-from pliant.core.membership.reachability import Candidate, Report
+from pliant.core.membership.reachability import Candidate, FormationFailure
 from pliant.core.membership.roster import (
     Connected,
-    Fate,
-    Forming,
+    EraForming,
+    EraMember,
     Halting,
-    Member,
     Planned,
     Roster,
     Running,
+    SlotOutcome,
+    SlotWorker,
     Steady,
     Step,
     Waiting,
-    Worker,
     members_of,
     slot_of,
     with_standing,
@@ -38,12 +38,12 @@ from pliant.core.membership.roster import (
 from pliant.types import WorkerId
 
 
-def unformed(state: Roster, worker: Worker, event: Unformed, now_s: float) -> Step:
+def unformed(state: Roster, worker: SlotWorker, event: Unformed, now_s: float) -> Step:
     """A worker could not form the group of the last era that was announced."""
     match state.course:
         case Planned(plan=plan):
             era, roster = plan.era, plan.roster
-        case Forming(start=start):
+        case EraForming(start=start):
             era, roster = start.era, start.roster
         case Halting(era=era) if era == state.reach.era:
             roster = state.reach.roster
@@ -51,7 +51,7 @@ def unformed(state: Roster, worker: Worker, event: Unformed, now_s: float) -> St
             return state, ()
     if event.era != era or worker.name not in roster:
         return state, ()
-    report = Report(worker.name, event.unreached, event.connecting)
+    report = FormationFailure(worker.name, event.unreached, event.connecting)
     return replace(state, reach=reachability.reported(state.reach, era, roster, report, now_s)), ()
 
 
@@ -105,7 +105,7 @@ def sifted(state: Roster, now_s: float) -> Step:
         worker = worker_of(state, name)
         assert worker is not None
         member = worker.standing
-        assert isinstance(member, Member)
+        assert isinstance(member, EraMember)
         if member.era == 0:
             state, more = _waiting_again(state, worker, member, now_s, blamed=True)
         else:
@@ -114,11 +114,11 @@ def sifted(state: Roster, now_s: float) -> Step:
     return state, effects
 
 
-def _waiting_again(state: Roster, worker: Worker, member: Member, now_s: float, *, blamed: bool) -> Step:
+def _waiting_again(state: Roster, worker: SlotWorker, member: EraMember, now_s: float, *, blamed: bool) -> Step:
     """A newcomer's era does not come about: it waits for another one."""
     slot = slot_of(state, worker.slot)
     terms = member.terms or state.terms
-    if slot is None or slot.fate is not Fate.KEPT or member.leaving is not None:
+    if slot is None or slot.fate is not SlotOutcome.KEPT or member.leaving is not None:
         return shutdown.dismissed(state, worker, "it was asked to go")
     if terms is None:
         return _sent_back(state, worker, member, now_s) if blamed else (state, ())
@@ -126,7 +126,7 @@ def _waiting_again(state: Roster, worker: Worker, member: Member, now_s: float, 
     return _left_out(state, worker, member, now_s) if blamed else (state, ())
 
 
-def _sent_back(state: Roster, worker: Worker, member: Member, now_s: float) -> Step:
+def _sent_back(state: Roster, worker: SlotWorker, member: EraMember, now_s: float) -> Step:
     """A member is left out: it comes back as a newcomer, for it misses what the others do meanwhile."""
     state, effects = _left_out(state, worker, member, now_s)
     if isinstance(worker.line, Connected):
@@ -135,7 +135,7 @@ def _sent_back(state: Roster, worker: Worker, member: Member, now_s: float) -> S
     return without_worker(state, worker.name), effects
 
 
-def _left_out(state: Roster, worker: Worker, member: Member, now_s: float) -> Step:
+def _left_out(state: Roster, worker: SlotWorker, member: EraMember, now_s: float) -> Step:
     first = not reachability.is_suspect(state.reach, worker.slot)
     known, again_s = reachability.left_out(state.reach, worker.slot, state.dead_after_s, now_s)
     host = member.address.rpartition(":")[0] or "its host"
@@ -164,15 +164,15 @@ def _text(state: Roster, era: int) -> str:
     )
 
 
-def joinable(state: Roster, ready: Sequence[Worker], now_s: float, *, suspects: bool) -> list[Worker]:
+def joinable(state: Roster, ready: Sequence[SlotWorker], now_s: float, *, suspects: bool) -> list[SlotWorker]:
     """Which of those who wait may be taken into the next era."""
     slots = reachability.taken(state.reach, [worker.slot for worker in ready], now_s, suspects=suspects)
     return [worker for worker in ready if worker.slot in slots]
 
 
-def is_unreachable(state: Roster, worker: Worker) -> bool:
+def is_unreachable(state: Roster, worker: SlotWorker) -> bool:
     """Whether no group could be formed with it so far, be it that one is tried just now."""
-    is_in = isinstance(worker.standing, Member) and worker.standing.era > 0
+    is_in = isinstance(worker.standing, EraMember) and worker.standing.era > 0
     return not is_in and isinstance(state.stage, Running) and reachability.is_suspect(state.reach, worker.slot)
 
 

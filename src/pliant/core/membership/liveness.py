@@ -19,17 +19,17 @@ from pliant.core.membership.roster import (
     Alive,
     Away,
     Connected,
-    Cut,
     Departing,
-    Fate,
+    Disconnected,
+    EraMember,
     Finishing,
     Gathering,
-    Member,
     Roster,
     Running,
+    SlotOutcome,
+    SlotWorker,
     Step,
     Stopping,
-    Worker,
     listed,
     members_of,
     slot_of,
@@ -49,7 +49,7 @@ PROVEN_S = 60.0
 
 def lose(
     state: Roster,
-    worker: Worker,
+    worker: SlotWorker,
     what: str,
     now_s: float,
     *,
@@ -68,7 +68,7 @@ def lose(
     slot = slot_of(state, worker.slot)
     assert slot is not None
     match worker.standing:
-        case Member(since_s=since_s):
+        case EraMember(since_s=since_s):
             text = f"{worker.name} {what}"
             if now_s - since_s >= PROVEN_S:
                 slot = replace(slot, cooldown_s=COOLDOWN_S, errors=())
@@ -78,7 +78,7 @@ def lose(
             returns = "; it comes back when it is done" if away is not None and away.left_out else ""
             effects.append(Note(kind, f"{text}: {listed(rest)}{returns}", worker.name, quiet=not rest))
         case Departing():
-            state = with_slot(state, replace(slot, fate=Fate.LEFT))
+            state = with_slot(state, replace(slot, fate=SlotOutcome.LEFT))
             effects.append(Note("left", f"{worker.name} left", worker.name))
         case _:
             pass
@@ -98,16 +98,16 @@ def judged(state: Roster, now_s: float) -> Step:
     others = slowness.others(state)
     for worker in state.workers:
         match worker.line, worker.standing:
-            case Cut(since_s=since_s), standing:
-                confirmed = isinstance(standing, Member) and _is_witnessed(state, worker)
+            case Disconnected(since_s=since_s), standing:
+                confirmed = isinstance(standing, EraMember) and _is_witnessed(state, worker)
                 more: tuple[Effect, ...] = ()
                 if confirmed or now_s - since_s >= RECONNECT_S:
                     state, more = lose(state, worker, "was lost (its connection closed)", now_s)
-            case Connected(), Member() as member:
+            case Connected(), EraMember() as member:
                 state, more = _watched(state, others, worker, member, now_s)
             case Connected(peer=peer), Departing(since_s=since_s) if now_s - since_s > state.dead_after_s:
                 # It has not heard that its last era is over: the others went before it could see that.
-                state, more = lose(state, replace(worker, line=Cut(now_s)), "left", now_s)
+                state, more = lose(state, replace(worker, line=Disconnected(now_s)), "left", now_s)
                 more += (Dismiss(peer, "its last era is over", completed=True),)
             case _:
                 more = ()
@@ -121,23 +121,25 @@ def judged(state: Roster, now_s: float) -> Step:
     return state, effects
 
 
-def _watched(state: Roster, others: slowness.Others, worker: Worker, member: Member, now_s: float) -> Step:
+def _watched(
+    state: Roster, others: slowness.GroupProgress, worker: SlotWorker, member: EraMember, now_s: float
+) -> Step:
     if now_s - worker.heard_s > state.dead_after_s:
         what = f"was lost (no sign of life for {state.dead_after_s:g} s)"
         return lose(state, worker, what, now_s, away=Away(now_s, now_s + ASLEEP_S))
     lasts_s = now_s - member.progress_s
     match slowness.judged(state, others, member, now_s):
-        case slowness.Verdict.HUNG:
+        case slowness.SlownessVerdict.HUNG:
             what = f"was lost (hung: no progress for {lasts_s:.0f} s while others wait)"
             return lose(state, worker, what, now_s, kind="hung", kill=True)
-        case slowness.Verdict.LEFT_OUT:
+        case slowness.SlownessVerdict.LEFT_OUT:
             why = member.busy or f"no progress for {lasts_s:.1f} s while others wait"
             away = Away(now_s, slowness.kill_s(state, member, now_s), left_out=True, busy=member.busy)
             return lose(state, worker, f"is left out ({why})", now_s, kind="left out", away=away)
-        case slowness.Verdict.GOES_ON:
+        case slowness.SlownessVerdict.GOES_ON:
             return state, ()
 
 
-def _is_witnessed(state: Roster, worker: Worker) -> bool:
+def _is_witnessed(state: Roster, worker: SlotWorker) -> bool:
     """Whether another member's collective failed."""
     return any(member.failed for other, member in members_of(state) if other.name != worker.name)

@@ -19,18 +19,18 @@ from pliant.core.membership.roster import (
     MOST_SLOTS_EVER,
     Alive,
     Connected,
+    EndedProcess,
     Ending,
-    Exited,
-    Fate,
+    EraMember,
     Finishing,
     Gathering,
-    Member,
     Roster,
     Running,
     Slot,
+    SlotOutcome,
     Step,
     Stopping,
-    Urge,
+    StopStage,
     is_reachable,
     owner_of,
     slot_of,
@@ -63,7 +63,7 @@ def exited(state: Roster, event: ProcessExited, now_s: float) -> Step:
         return state, ()
     if event.pid and event.pid == slot.pid:
         # Told again after a reconnection: what the slot was told since has not arrived.
-        return with_slot(state, replace(slot, process=Exited(event.status, now_s + slot.cooldown_s))), ()
+        return with_slot(state, replace(slot, process=EndedProcess(event.status, now_s + slot.cooldown_s))), ()
     process = Ending(event.status, now_s, slot.process.greeted, event.error)
     return with_slot(state, replace(slot, process=process, pid=event.pid)), ()
 
@@ -81,7 +81,7 @@ def ended(state: Roster, now_s: float) -> Step:
             continue
         if worker is not None and slot.inherited and process.status == 0 and isinstance(state.stage, Finishing):
             # A lost coordinator has heard that the run is finishing, and perhaps from this worker.
-            state = shutdown.gone(state, worker, Fate.FINISHED)
+            state = shutdown.gone(state, worker, SlotOutcome.FINISHED)
         elif worker is not None:
             state, more = liveness.lose(state, worker, _gone(process), now_s, again=False)
             effects += more
@@ -103,12 +103,12 @@ def _gone(process: Ending) -> str:
 def _judged(state: Roster, slot: Slot, process: Ending, now_s: float) -> Step:
     """What becomes of the slot."""
     error = slot.failure or process.error
-    slot = replace(slot, process=Exited(process.status), failure="")
-    if slot.fate is not Fate.KEPT or not isinstance(state.stage, Gathering | Running):
+    slot = replace(slot, process=EndedProcess(process.status), failure="")
+    if slot.fate is not SlotOutcome.KEPT or not isinstance(state.stage, Gathering | Running):
         return with_slot(state, slot), ()
     if slot.inherited and process.status == 0:
         # It went in good order while there was no coordinator to tell.
-        return with_slot(state, replace(slot, fate=Fate.LEFT)), ()
+        return with_slot(state, replace(slot, fate=SlotOutcome.LEFT)), ()
     if not process.greeted and not slot.inherited and process.status >= 0:
         return _unjoined(state, slot, process, now_s)
     if not error and process.status > 0 and process.status != QUIET_EXIT:
@@ -137,7 +137,7 @@ def _unjoined(state: Roster, slot: Slot, process: Ending, now_s: float) -> Step:
     if slot.unjoined >= UNJOINED_TIMES:
         return given_up(state, slot, text, now_s)
     nobody = not any(other.names or other.inherited for other in state.slots)
-    if nobody and all(other.unjoined for other in state.slots if other.fate is Fate.KEPT):
+    if nobody and all(other.unjoined for other in state.slots if other.fate is SlotOutcome.KEPT):
         # One may be bad luck; what all of them meet is in the script.
         others = ", and so did all others" if len(state.slots) > 1 else ""
         error = f": {process.error}" if process.error else ""
@@ -148,7 +148,7 @@ def _unjoined(state: Roster, slot: Slot, process: Ending, now_s: float) -> Step:
 
 def given_up(state: Roster, slot: Slot, text: str, now_s: float, status: int | None = None) -> Step:
     """No restart helps: before the first era the run cannot begin, later it goes on without this slot."""
-    slot = replace(slot, fate=Fate.GIVEN_UP)
+    slot = replace(slot, fate=SlotOutcome.GIVEN_UP)
     state = replace(with_slot(state, slot), verdict=text)
     owner = owner_of(state)
     if state.last_era == 0 and (owner is None or owner.name == slot.agent):
@@ -158,13 +158,13 @@ def given_up(state: Roster, slot: Slot, text: str, now_s: float, status: int | N
 
 def _is_hopeless(state: Roster) -> bool:
     """Whether every slot has failed in the same way twice in a row."""
-    kept = [slot for slot in state.slots if slot.fate is Fate.KEPT and is_reachable(state, slot)]
+    kept = [slot for slot in state.slots if slot.fate is SlotOutcome.KEPT and is_reachable(state, slot)]
     return all(len(s.errors) == 2 and s.errors[0] == s.errors[1] and s.errors[0] != "" for s in kept)
 
 
 def _cooling(slot: Slot, now_s: float) -> Slot:
     process = slot.process
-    assert isinstance(process, Exited)
+    assert isinstance(process, EndedProcess)
     longer_s = min(COOLDOWN_AT_MOST_S, 2 * slot.cooldown_s)
     return replace(slot, process=replace(process, restart_s=now_s + slot.cooldown_s), cooldown_s=longer_s)
 
@@ -176,8 +176,10 @@ def restarted(state: Roster, now_s: float) -> Step:
         return state, ()
     for slot in state.slots:
         match slot.process:
-            case Exited(restart_s=float(restart_s)) if now_s >= restart_s and is_reachable(state, slot):
-                state = with_slot(state, replace(slot, process=Alive(), restarts=slot.restarts + 1, urged=Urge.ASKED))
+            case EndedProcess(restart_s=float(restart_s)) if now_s >= restart_s and is_reachable(state, slot):
+                state = with_slot(
+                    state, replace(slot, process=Alive(), restarts=slot.restarts + 1, urged=StopStage.ASKED)
+                )
                 note = Note("restarted", f"{slot.name} is started again", slot.name, quiet=True)
                 effects += (Start(slot.agent, slot.name), note)
             case _:
@@ -194,14 +196,14 @@ def _is_open(state: Roster) -> bool:
 
 def leave(state: Roster, slot: Slot, why: str, now_s: float) -> Step:
     """Let whoever is in the slot go in good order, and start nobody there again."""
-    slot = replace(slot, fate=Fate.LEFT if slot.fate is Fate.KEPT else slot.fate)
-    if isinstance(slot.process, Exited):
+    slot = replace(slot, fate=SlotOutcome.LEFT if slot.fate is SlotOutcome.KEPT else slot.fate)
+    if isinstance(slot.process, EndedProcess):
         slot = replace(slot, process=replace(slot.process, restart_s=None))
     state = with_slot(state, slot)
     worker = worker_in(state, slot.name)
     if worker is None:
         return state, (Terminate(slot.agent, slot.name),) if isinstance(slot.process, Alive) else ()
-    if not isinstance(worker.standing, Member):
+    if not isinstance(worker.standing, EraMember):
         return shutdown.dismissed(state, worker, why)
     if worker.standing.leaving is None:
         member = replace(worker.standing, leaving=why, leaving_s=now_s, asked=True)
@@ -258,7 +260,8 @@ def kept(state: Roster) -> list[Slot]:
     return [
         slot
         for slot in state.slots
-        if slot.fate is Fate.KEPT and not (isinstance(slot.process, Exited) and slot.process.restart_s is None)
+        if slot.fate is SlotOutcome.KEPT
+        and not (isinstance(slot.process, EndedProcess) and slot.process.restart_s is None)
     ]
 
 
@@ -281,14 +284,14 @@ def _going_order(state: Roster, slot: Slot) -> tuple[int, int]:
     worker = worker_in(state, slot.name)
     if worker is None:
         return 0, -number_of(slot.name)
-    return (2 if isinstance(worker.standing, Member) else 1), -order.index(slot.name)
+    return (2 if isinstance(worker.standing, EraMember) else 1), -order.index(slot.name)
 
 
 def drain_refusal(state: Roster, name: str) -> tuple[SlotId | None, str]:
     """The slot of the worker to drain, or why there is none (first None: unknown)."""
     found = next((w.slot for w in state.workers if name in (w.name, w.slot)), None)
     slot = slot_of(state, found if found is not None else SlotId(name))
-    if slot is None or (slot.fate is not Fate.KEPT and found is None):
+    if slot is None or (slot.fate is not SlotOutcome.KEPT and found is None):
         names = ", ".join(worker.name for worker in state.workers) or "none"
         return None, f"there is no worker {name}; the workers are {names}"
     if not isinstance(state.stage, Gathering | Running):

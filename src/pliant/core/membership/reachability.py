@@ -52,7 +52,7 @@ class LeftOut(msgspec.Struct, frozen=True):
     times: int = 1
 
 
-class Report(msgspec.Struct, frozen=True):
+class FormationFailure(msgspec.Struct, frozen=True):
     """What one worker has said about a formation that failed."""
 
     worker: WorkerId
@@ -68,7 +68,7 @@ class Reachability(msgspec.Struct, frozen=True):
     """the last one whose group could not be formed"""
     since_s: float = 0.0
     roster: tuple[WorkerId, ...] = ()
-    reports: tuple[Report, ...] = ()
+    reports: tuple[FormationFailure, ...] = ()
     """about that era"""
     pairs: frozenset[Pair] = frozenset()
     failures: int = 0
@@ -81,7 +81,9 @@ class Reachability(msgspec.Struct, frozen=True):
     """the last plan that was dropped"""
 
 
-def reported(known: Reachability, era: int, roster: tuple[WorkerId, ...], report: Report, now_s: float) -> Reachability:
+def reported(
+    known: Reachability, era: int, roster: tuple[WorkerId, ...], report: FormationFailure, now_s: float
+) -> Reachability:
     """What is known after one more worker has said that the era's group could not be formed."""
     if era != known.era:
         # Where somebody has gone since, that may have been the reason.

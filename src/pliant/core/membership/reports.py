@@ -13,18 +13,18 @@ from msgspec.structs import replace
 from pliant.core.membership.eras import ERAS_UNKNOWN
 from pliant.core.membership.events import AskToLeave, BreakEra, Effect, Entered, Note, Stopped, VoidPlan
 from pliant.core.membership.roster import (
-    Forming,
+    EraForming,
+    EraMember,
     Gathering,
     Halting,
     Idle,
-    Member,
     Planned,
     Roster,
     Running,
+    SlotWorker,
     Steady,
     Step,
     Waiting,
-    Worker,
     with_standing,
     worker_of,
 )
@@ -34,16 +34,16 @@ ERAS_AHEAD = 100 * ERAS_UNKNOWN
 """Further ahead than this of what a new coordinator knows nobody can be."""
 
 
-def entered(state: Roster, worker: Worker, event: Entered, now_s: float) -> Step:
+def entered(state: Roster, worker: SlotWorker, event: Entered, now_s: float) -> Step:
     """A member is in an era."""
     member = worker.standing
     is_late = isinstance(member, Waiting) and isinstance(state.course, Halting)
     if isinstance(member, Waiting):
         # It went into an era that another coordinator had planned.
-        member = Member(member.address, now_s, progress_s=now_s)
+        member = EraMember(member.address, now_s, progress_s=now_s)
         state = with_standing(state, worker, member)
         worker = replace(worker, standing=member)
-    if not isinstance(member, Member) or event.era <= member.era:
+    if not isinstance(member, EraMember) or event.era <= member.era:
         return state, ()
     is_new = member.era == 0
     state = with_era_of(state, worker, event.era, event.exchange, None, now_s)
@@ -58,10 +58,12 @@ def is_credible(state: Roster, era: int) -> bool:
     return era <= state.last_era or (state.term > 1 and era <= state.last_era + ERAS_AHEAD * state.term)
 
 
-def with_era_of(state: Roster, worker: Worker, era: int, exchange: int, active: bool | None, now_s: float) -> Roster:
+def with_era_of(
+    state: Roster, worker: SlotWorker, era: int, exchange: int, active: bool | None, now_s: float
+) -> Roster:
     """The state after a member has said where it is."""
     member = worker.standing
-    if not isinstance(member, Member):
+    if not isinstance(member, EraMember):
         return state
     member = replace(
         member,
@@ -83,17 +85,17 @@ def with_era_of(state: Roster, worker: Worker, era: int, exchange: int, active: 
     return replace(state, settled=max(state.settled, exchange))
 
 
-def stopped(state: Roster, worker: Worker, event: Stopped, now_s: float) -> Step:
+def stopped(state: Roster, worker: SlotWorker, event: Stopped, now_s: float) -> Step:
     """A member has stopped, told or not. What it said before it heard of the present era does not count."""
     member = worker.standing
     match state.course:
-        case Forming(start=start):
+        case EraForming(start=start):
             lowest = start.era
         case Steady(floor=floor) | Planned(floor=floor) | Halting(floor=floor):
             lowest = floor
         case Idle():
             return state, ()
-    if not isinstance(member, Member) or event.era < lowest or member.stopped_s is not None:
+    if not isinstance(member, EraMember) or event.era < lowest or member.stopped_s is not None:
         return state, ()
     member = replace(
         member,
@@ -115,13 +117,13 @@ def redelivered(state: Roster, name: WorkerId) -> tuple[Effect, ...]:
     voided = state.reach.voided
     if isinstance(member, Waiting) and voided > 0:
         return (VoidPlan(voided, (name,)),)
-    if not isinstance(member, Member):
+    if not isinstance(member, EraMember):
         return ()
     effects: tuple[Effect, ...] = ()
     match state.course:
         case Steady(era=era) if voided > era:
             effects = (VoidPlan(voided, (name,)),)
-        case Forming(start=start) if member.era < start.era:
+        case EraForming(start=start) if member.era < start.era:
             effects = (replace(start, to=(name,)),)
         case Planned(plan=plan) if member.era < plan.era and name in plan.to:
             effects = (replace(plan, to=(name,)),)

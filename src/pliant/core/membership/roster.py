@@ -83,17 +83,17 @@ class Ending(msgspec.Struct, frozen=True):
     error: str
 
 
-class Exited(msgspec.Struct, frozen=True):
+class EndedProcess(msgspec.Struct, frozen=True):
     """Has ended. ``restart_s`` is when it is to be started again, if at all."""
 
     status: int
     restart_s: float | None = None
 
 
-Process = Alive | Ending | Exited
+Process = Alive | Ending | EndedProcess
 
 
-class Fate(enum.Enum):
+class SlotOutcome(enum.Enum):
     """What is to become of a slot."""
 
     KEPT = "kept"
@@ -102,7 +102,7 @@ class Fate(enum.Enum):
     GIVEN_UP = "given up"
 
 
-class Urge(enum.IntEnum):
+class StopStage(enum.IntEnum):
     """How firmly processes were told to end."""
 
     ASKED = 0
@@ -130,7 +130,7 @@ class Slot(msgspec.Struct, frozen=True):
     process: Process = Alive()
     pid: int = 0
     """of the process that ended last"""
-    fate: Fate = Fate.KEPT
+    fate: SlotOutcome = SlotOutcome.KEPT
     names: int = 0
     """how many names were given to its workers"""
     cooldown_s: float = COOLDOWN_S
@@ -145,7 +145,7 @@ class Slot(msgspec.Struct, frozen=True):
     """processes in a row that failed before they called ``join``"""
     away: Away | None = None
     """its process, which lives, is off the roster"""
-    urged: Urge = Urge.ASKED
+    urged: StopStage = StopStage.ASKED
     """the firmest signal that was sent to its present process"""
 
     @property
@@ -163,13 +163,13 @@ class Connected(msgspec.Struct, frozen=True):
     peer: int
 
 
-class Cut(msgspec.Struct, frozen=True):
+class Disconnected(msgspec.Struct, frozen=True):
     """The connection closed without a word."""
 
     since_s: float
 
 
-Line = Connected | Cut
+Connection = Connected | Disconnected
 
 
 class Greeted(msgspec.Struct, frozen=True):
@@ -185,7 +185,7 @@ class Waiting(msgspec.Struct, frozen=True):
     """the user knows that it waits for a place"""
 
 
-class Member(msgspec.Struct, frozen=True):
+class EraMember(msgspec.Struct, frozen=True):
     """Belongs to the era, or to the planned one."""
 
     address: str
@@ -239,17 +239,17 @@ class Departing(msgspec.Struct, frozen=True):
     since_s: float = 0.0
 
 
-Standing = Greeted | Waiting | Member | Departing
+Participation = Greeted | Waiting | EraMember | Departing
 
 
-class Worker(msgspec.Struct, frozen=True):
+class SlotWorker(msgspec.Struct, frozen=True):
     """One incarnation of a slot."""
 
     name: WorkerId
     slot: SlotId
     pid: int
-    line: Line
-    standing: Standing
+    line: Connection
+    standing: Participation
     heard_s: float
 
 
@@ -260,7 +260,7 @@ class Idle(msgspec.Struct, frozen=True):
     """There is no era."""
 
 
-class Forming(msgspec.Struct, frozen=True):
+class EraForming(msgspec.Struct, frozen=True):
     """Everybody was told to enter an era; it is in force when all are in it. ``floor`` as in ``Steady``."""
 
     start: StartEra
@@ -296,7 +296,7 @@ class Halting(msgspec.Struct, frozen=True):
     """the user knows that there are too few workers"""
 
 
-Course = Idle | Forming | Steady | Planned | Halting
+Course = Idle | EraForming | Steady | Planned | Halting
 
 
 # The run
@@ -321,13 +321,13 @@ class Stopping(msgspec.Struct, frozen=True):
     """Waiting for the processes to end. ``status`` is None where the exit status of the slot ``culprit`` decides."""
 
     reason: str
-    urge: Urge
+    urge: StopStage
     since_s: float
     culprit: SlotId | None = None
     status: int | None = None
 
 
-class Over(msgspec.Struct, frozen=True):
+class RunOver(msgspec.Struct, frozen=True):
     """All processes have ended."""
 
     reason: str
@@ -335,7 +335,7 @@ class Over(msgspec.Struct, frozen=True):
     exit_status: int
 
 
-Stage = Gathering | Running | Finishing | Stopping | Over
+Stage = Gathering | Running | Finishing | Stopping | RunOver
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -360,7 +360,7 @@ class Roster(msgspec.Struct, frozen=True):
     course: Course = Idle()
     agents: tuple[Agent, ...] = ()
     slots: tuple[Slot, ...] = ()
-    workers: tuple[Worker, ...] = ()
+    workers: tuple[SlotWorker, ...] = ()
     terms: Terms | None = None
     """of the first era: what a newcomer has to agree with"""
     last_era: int = 0
@@ -413,25 +413,25 @@ def era_of(course: Course) -> int:
     match course:
         case Idle():
             return 0
-        case Forming(start=start):
+        case EraForming(start=start):
             return start.era
         case Steady(era=era) | Planned(era=era) | Halting(era=era):
             return era
 
 
-def members_of(state: Roster) -> Iterator[tuple[Worker, Member]]:
+def members_of(state: Roster) -> Iterator[tuple[SlotWorker, EraMember]]:
     """All members, in order."""
     for worker in state.workers:
-        if isinstance(worker.standing, Member):
+        if isinstance(worker.standing, EraMember):
             yield worker, worker.standing
 
 
-def worker_of(state: Roster, name: WorkerId) -> Worker | None:
+def worker_of(state: Roster, name: WorkerId) -> SlotWorker | None:
     """None for one that is gone, or never was."""
     return next((worker for worker in state.workers if worker.name == name), None)
 
 
-def worker_in(state: Roster, slot: SlotId) -> Worker | None:
+def worker_in(state: Roster, slot: SlotId) -> SlotWorker | None:
     """Who speaks for the slot."""
     return next((worker for worker in state.workers if worker.slot == slot), None)
 
@@ -457,7 +457,7 @@ def is_reachable(state: Roster, slot: Slot) -> bool:
     return agent is not None and agent.peer is not None
 
 
-def with_worker(state: Roster, worker: Worker) -> Roster:
+def with_worker(state: Roster, worker: SlotWorker) -> Roster:
     """The state with this worker in the place of the one of its name, or at the end."""
     if worker_of(state, worker.name) is None:
         return replace(state, workers=(*state.workers, worker))
@@ -472,7 +472,7 @@ def without_worker(state: Roster, name: WorkerId) -> Roster:
     return replace(state, workers=workers, ghosts=state.ghosts | {name} if trusting else state.ghosts)
 
 
-def with_standing(state: Roster, worker: Worker, standing: Standing) -> Roster:
+def with_standing(state: Roster, worker: SlotWorker, standing: Participation) -> Roster:
     """The state with another standing of the worker."""
     return with_worker(state, replace(worker, standing=standing))
 

@@ -29,25 +29,25 @@ from pliant.core.membership.roster import (
     Agent,
     Alive,
     Connected,
+    EndedProcess,
     Ending,
-    Exited,
-    Fate,
+    EraMember,
     Finishing,
     Gathering,
     Greeted,
     Idle,
-    Member,
-    Over,
     Planned,
     Roster,
     Running,
+    RunOver,
     Slot,
+    SlotOutcome,
+    SlotWorker,
     Steady,
     Step,
     Stopping,
-    Urge,
+    StopStage,
     Waiting,
-    Worker,
     agent_of,
     is_reachable,
     owner_of,
@@ -70,32 +70,32 @@ _SIGTERM, _SIGKILL = 15, 9
 
 def stop(state: Roster, reason: str, now_s: float, culprit: SlotId | None = None, status: int | None = None) -> Step:
     """End the run: ask the connected to stop; the others cannot hear, so they are terminated."""
-    if isinstance(state.stage, Stopping | Over):
+    if isinstance(state.stage, Stopping | RunOver):
         return state, ()
     # Who has said that it failed, or has left, is on its way out, with an exit status of its own.
     deaf = [s for s in _alive(state) if not _is_going(state, s) and not _hears(worker_in(state, s.name))]
     if any(slot.name == culprit and not _has_gone_silent(slot) for slot in deaf):
         # It sleeps, or is a later process than the one that failed: its status says nothing about that.
         culprit = None
-    stage = Stopping(reason, Urge.ASKED, now_s, culprit, status)
+    stage = Stopping(reason, StopStage.ASKED, now_s, culprit, status)
     return replace(state, stage=stage), (StopAll(reason), *(Terminate(slot.agent, slot.name) for slot in deaf))
 
 
 def interrupted(state: Roster, signal: int, now_s: float) -> Step:
     """The run's own launcher got a signal."""
     alive = _alive(state)
-    if isinstance(state.stage, Stopping) and state.stage.urge >= Urge.TERMINATED:
+    if isinstance(state.stage, Stopping) and state.stage.urge >= StopStage.TERMINATED:
         # The second Ctrl-C of an impatient user.
-        stage = replace(state.stage, urge=Urge.KILLED, since_s=now_s)
+        stage = replace(state.stage, urge=StopStage.KILLED, since_s=now_s)
         return replace(state, stage=stage), tuple(Kill(slot.agent, slot.name) for slot in alive)
     reason = "interrupted (Ctrl-C)" if signal == 2 else f"ended by signal {signal}"
-    stage = Stopping(reason, Urge.TERMINATED, now_s, status=128 + signal)
+    stage = Stopping(reason, StopStage.TERMINATED, now_s, status=128 + signal)
     return replace(state, stage=stage), (StopAll(reason), *(Terminate(slot.agent, slot.name) for slot in alive))
 
 
-def finished(state: Roster, worker: Worker, now_s: float) -> Step:
+def finished(state: Roster, worker: SlotWorker, now_s: float) -> Step:
     """A member has reached the end of its script: nobody new is needed, and nobody is started again."""
-    state, effects = gone(state, worker, Fate.FINISHED), _closed(worker)
+    state, effects = gone(state, worker, SlotOutcome.FINISHED), _closed(worker)
     if not isinstance(state.stage, Running):
         return state, effects
     state, effects = replace(state, stage=Finishing(now_s)), (Finishes(worker.name), *effects)
@@ -114,33 +114,33 @@ def _useless(state: Roster) -> list[Slot]:
     return [
         slot
         for slot in _alive(state)
-        if slot.fate is Fate.KEPT and worker_in(state, slot.name) is None and not slot.is_left_out
+        if slot.fate is SlotOutcome.KEPT and worker_in(state, slot.name) is None and not slot.is_left_out
     ]
 
 
-def dismissed(state: Roster, worker: Worker, reason: str) -> Step:
+def dismissed(state: Roster, worker: SlotWorker, reason: str) -> Step:
     """A worker that is not needed goes home, and all is well."""
     peer = worker.line.peer if isinstance(worker.line, Connected) else None
     effects = () if peer is None else (Dismiss(peer, reason, completed=True),)
     return without_worker(state, worker.name), effects
 
 
-def gone(state: Roster, worker: Worker, fate: Fate) -> Roster:
+def gone(state: Roster, worker: SlotWorker, fate: SlotOutcome) -> Roster:
     """The state after a worker has gone in good order."""
     slot = next(slot for slot in state.slots if slot.name == worker.slot)
     return with_slot(without_worker(state, worker.name), replace(slot, fate=fate))
 
 
-def _closed(worker: Worker) -> tuple[Effect, ...]:
+def _closed(worker: SlotWorker) -> tuple[Effect, ...]:
     return (Close(worker.line.peer),) if isinstance(worker.line, Connected) else ()
 
 
-def _is_in(worker: Worker, era: int) -> bool:
-    return isinstance(worker.standing, Member) and worker.standing.era <= era
+def _is_in(worker: SlotWorker, era: int) -> bool:
+    return isinstance(worker.standing, EraMember) and worker.standing.era <= era
 
 
-def _is_new(worker: Worker) -> bool:
-    return isinstance(worker.standing, Member) and worker.standing.era == 0
+def _is_new(worker: SlotWorker) -> bool:
+    return isinstance(worker.standing, EraMember) and worker.standing.era == 0
 
 
 # judged after every event
@@ -158,9 +158,9 @@ def deserted(state: Roster, now_s: float) -> Step:
         return stop(state, reason, now_s, status=1)
     if not state.slots or state.workers or any(may_come(state, slot, now_s) for slot in state.slots):
         return state, ()
-    if all(slot.fate is Fate.LEFT for slot in state.slots):
+    if all(slot.fate is SlotOutcome.LEFT for slot in state.slots):
         return stop(state, "all workers have left", now_s, status=0)
-    culprit = next((slot.name for slot in reversed(state.slots) if slot.fate is Fate.GIVEN_UP), None)
+    culprit = next((slot.name for slot in reversed(state.slots) if slot.fate is SlotOutcome.GIVEN_UP), None)
     return stop(state, state.verdict or "no worker is left", now_s, culprit=culprit)
 
 
@@ -176,12 +176,12 @@ def living(state: Roster, now_s: float) -> int:
 
 
 def _may_come(state: Roster, slot: Slot, agent: Agent | None, now_s: float) -> bool:
-    if slot.fate is not Fate.KEPT:
-        return not isinstance(slot.process, Exited)
+    if slot.fate is not SlotOutcome.KEPT:
+        return not isinstance(slot.process, EndedProcess)
     if agent is None:
         return now_s < state.trusting_until_s
     away = agent.peer is None and now_s - agent.gone_s >= OWNER_GONE_S
-    return not away and (not isinstance(slot.process, Exited) or slot.process.restart_s is not None)
+    return not away and (not isinstance(slot.process, EndedProcess) or slot.process.restart_s is not None)
 
 
 def owner_away_s(state: Roster, now_s: float) -> float:
@@ -196,11 +196,11 @@ def urged(state: Roster, now_s: float) -> Step:
     """Become firmer with every grace that passes."""
     grace_s = state.rules.grace_s
     match state.stage:
-        case Stopping(urge=Urge.ASKED, since_s=since_s) if now_s - since_s >= grace_s:
-            stage = replace(state.stage, urge=Urge.TERMINATED, since_s=now_s)
+        case Stopping(urge=StopStage.ASKED, since_s=since_s) if now_s - since_s >= grace_s:
+            stage = replace(state.stage, urge=StopStage.TERMINATED, since_s=now_s)
             effects = tuple(Terminate(slot.agent, slot.name) for slot in _alive(state))
-        case Stopping(urge=Urge.TERMINATED, since_s=since_s) if now_s - since_s >= grace_s:
-            stage = replace(state.stage, urge=Urge.KILLED, since_s=now_s)
+        case Stopping(urge=StopStage.TERMINATED, since_s=since_s) if now_s - since_s >= grace_s:
+            stage = replace(state.stage, urge=StopStage.KILLED, since_s=now_s)
             effects = tuple(Kill(slot.agent, slot.name) for slot in _alive(state))
         case Finishing(since_s=since_s, urged=False) if now_s - since_s >= grace_s:
             stage = replace(state.stage, urged=True)
@@ -220,10 +220,10 @@ def released(state: Roster, now_s: float) -> Step:
         by_agent.setdefault(slot.agent, []).append(slot)
     for agent in state.agents:
         own = by_agent.get(agent.name, [])
-        ended = all(isinstance(s.process, Exited) and s.process.restart_s is None for s in own)
+        ended = all(isinstance(s.process, EndedProcess) and s.process.restart_s is None for s in own)
         if agent.owner or agent.released or agent.peer is None or not own or not ended:
             continue
-        failed = any(slot.fate is Fate.GIVEN_UP for slot in own)
+        failed = any(slot.fate is SlotOutcome.GIVEN_UP for slot in own)
         reason = state.verdict if failed and state.verdict else "its workers have left; the run goes on"
         state = with_agent(state, replace(agent, released=True))
         effects += (ReleaseAgent(agent.name, reason, exit_status=1 if failed else 0),)
@@ -243,8 +243,8 @@ def settled(state: Roster, now_s: float) -> Step:
                 for slot in state.slots
                 if _is_owners(state, slot.agent) or (slot.is_left_out and is_reachable(state, slot))
             ]
-            done = not state.workers and all(isinstance(slot.process, Exited) for slot in counts)
-        case Gathering() | Running() | Over():
+            done = not state.workers and all(isinstance(slot.process, EndedProcess) for slot in counts)
+        case Gathering() | Running() | RunOver():
             return state, ()
     connected = any(isinstance(worker.line, Connected) for worker in state.workers)
     abandoned = owner_away_s(state, now_s) >= 2 * state.rules.grace_s and not connected
@@ -259,7 +259,7 @@ def noted(state: Roster, effects: tuple[Effect, ...]) -> Roster:
     """The state that knows of the signals among ``effects``."""
     for effect in effects:
         if isinstance(effect, Terminate | Kill):
-            urge = Urge.KILLED if isinstance(effect, Kill) else Urge.TERMINATED
+            urge = StopStage.KILLED if isinstance(effect, Kill) else StopStage.TERMINATED
             slot = next((slot for slot in state.slots if slot.name == effect.slot), None)
             if slot is not None and slot.urged < urge:
                 state = with_slot(state, replace(slot, urged=urge))
@@ -270,16 +270,16 @@ def _own_statuses(state: Roster) -> dict[SlotId, int]:
     """How processes ended, save those that a signal of ours has ended."""
     found: dict[SlotId, int] = {}
     for slot in state.slots:
-        if isinstance(slot.process, Exited | Ending):
+        if isinstance(slot.process, EndedProcess | Ending):
             status = slot.process.status
-            terminated = status == -_SIGTERM and slot.urged >= Urge.TERMINATED
-            killed = status == -_SIGKILL and slot.urged >= Urge.KILLED
+            terminated = status == -_SIGTERM and slot.urged >= StopStage.TERMINATED
+            killed = status == -_SIGKILL and slot.urged >= StopStage.KILLED
             if not terminated and not killed:
                 found[slot.name] = status
     return found
 
 
-def _conclusion(state: Roster) -> Over:
+def _conclusion(state: Roster) -> RunOver:
     statuses = _own_statuses(state)
     if isinstance(state.stage, Stopping):
         stage = state.stage
@@ -288,13 +288,13 @@ def _conclusion(state: Roster) -> Over:
             status = statuses.get(stage.culprit) if stage.culprit is not None else None
             # A worker that failed and still exits 0 or quietly must not make the whole run look well.
             status = 1 if status in (None, 0, QUIET_EXIT) else status
-        return Over(stage.reason, completed=False, exit_status=shell_status(status))
+        return RunOver(stage.reason, completed=False, exit_status=shell_status(status))
     for slot in state.slots:
         status = statuses.get(slot.name, 0)
-        if slot.fate is Fate.FINISHED and status != 0:
+        if slot.fate is SlotOutcome.FINISHED and status != 0:
             reason = f"{slot.name} failed after the training had ended ({ending(status)})"
-            return Over(reason, completed=True, exit_status=shell_status(status))
-    return Over(FINISHED, completed=True, exit_status=0)
+            return RunOver(reason, completed=True, exit_status=shell_status(status))
+    return RunOver(FINISHED, completed=True, exit_status=0)
 
 
 def ending(status: int) -> str:
@@ -317,10 +317,10 @@ def _has_gone_silent(slot: Slot) -> bool:
 
 
 def _is_going(state: Roster, slot: Slot) -> bool:
-    return bool(slot.failure) or (slot.fate is not Fate.KEPT and worker_in(state, slot.name) is None)
+    return bool(slot.failure) or (slot.fate is not SlotOutcome.KEPT and worker_in(state, slot.name) is None)
 
 
-def _hears(worker: Worker | None) -> bool:
+def _hears(worker: SlotWorker | None) -> bool:
     return worker is not None and isinstance(worker.line, Connected)
 
 

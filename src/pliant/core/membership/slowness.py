@@ -18,7 +18,7 @@ import math
 
 import msgspec
 
-from pliant.core.membership.roster import Connected, Member, Roster, members_of
+from pliant.core.membership.roster import Connected, EraMember, Roster, members_of
 
 SLOW_STEPS = 10
 """A main loop that takes so many times its usual step while others wait is slow."""
@@ -33,7 +33,7 @@ HANDOFF_S = 1.0
 """How long a worker takes to take the state over, until it has been measured."""
 
 
-class Verdict(enum.Enum):
+class SlownessVerdict(enum.Enum):
     """What is to be done about a member."""
 
     GOES_ON = "goes on"
@@ -41,7 +41,7 @@ class Verdict(enum.Enum):
     HUNG = "hung"
 
 
-class Others(msgspec.Struct, frozen=True):
+class GroupProgress(msgspec.Struct, frozen=True):
     """What matters about all members together: looked at once, however many are judged."""
 
     members: int
@@ -61,7 +61,7 @@ class Others(msgspec.Struct, frozen=True):
     """the longest that is known; 0: none is"""
 
 
-def others(state: Roster) -> Others:
+def others(state: Roster) -> GroupProgress:
     """How it stands with the members. Who holds nothing does not count as waiting."""
     present = list(members_of(state))
     known = [member.pace for _, member in present if member.pace > 0]
@@ -72,7 +72,7 @@ def others(state: Roster) -> Others:
         if member.is_active and _is_idle(member) and isinstance(worker.line, Connected)
     ]
     computing = [(member, since_s) for member, since_s in waiting if not member.ending]
-    return Others(
+    return GroupProgress(
         members=len(present),
         exchange=min((member.exchange for member, _ in waiting), default=math.inf),
         since_s=min((since_s for _, since_s in waiting), default=math.inf),
@@ -84,35 +84,35 @@ def others(state: Roster) -> Others:
     )
 
 
-def _is_idle(member: Member) -> bool:
+def _is_idle(member: EraMember) -> bool:
     return member.waiting or member.stopped_s is not None
 
 
-def _since_s(member: Member) -> float:
+def _since_s(member: EraMember) -> float:
     return member.progress_s if member.stopped_s is None else member.stopped_s
 
 
-def judged(state: Roster, all_: Others, member: Member, now_s: float) -> Verdict:
+def judged(state: Roster, all_: GroupProgress, member: EraMember, now_s: float) -> SlownessVerdict:
     """What is to be done about this member now."""
     if _is_idle(member) or all_.exchange == math.inf or all_.exchange < member.exchange:
-        return Verdict.GOES_ON
+        return SlownessVerdict.GOES_ON
     lasts_s = now_s - member.progress_s
     if not member.busy and min(lasts_s, now_s - all_.since_s) > state.hung_after_s:
-        return Verdict.HUNG
+        return SlownessVerdict.HUNG
     if now_s - all_.computing_since_s <= _patience_s(state, member) or all_.members <= state.rules.min_workers:
         # Or the others could not go on without it.
-        return Verdict.GOES_ON
-    return Verdict.LEFT_OUT if _pays(all_, member, lasts_s) else Verdict.GOES_ON
+        return SlownessVerdict.GOES_ON
+    return SlownessVerdict.LEFT_OUT if _pays(all_, member, lasts_s) else SlownessVerdict.GOES_ON
 
 
-def kill_s(state: Roster, member: Member, now_s: float) -> float:
+def kill_s(state: Roster, member: EraMember, now_s: float) -> float:
     """When the process of a member that is left out now is killed, if it has not come back by then."""
     if member.busy:
         return math.inf
     return max(now_s, member.progress_s + state.hung_after_s)
 
 
-def _patience_s(state: Roster, member: Member) -> float:
+def _patience_s(state: Roster, member: EraMember) -> float:
     if member.busy:
         return BUSY_S
     if member.usual_s <= 0:
@@ -120,7 +120,7 @@ def _patience_s(state: Roster, member: Member) -> float:
     return max(state.dead_after_s, SLOW_STEPS * member.usual_s)
 
 
-def _pays(all_: Others, member: Member, lasts_s: float) -> bool:
+def _pays(all_: GroupProgress, member: EraMember, lasts_s: float) -> bool:
     """Whether those who wait would lose more than a new era and the state's way back to the slow one cost."""
     pace = member.pace or all_.usual_pace
     # Nothing is known of what is to come but this: it has lasted so long, or it takes so long as a rule.

@@ -42,7 +42,7 @@ _LEAST, _MOST = 8, 512
 _REMEMBERED = 4
 
 
-class Choice(msgspec.Struct, frozen=True):
+class DelayState(msgspec.Struct, frozen=True):
     """The delay in force and what is known of both."""
 
     delay: int = 0
@@ -64,14 +64,16 @@ class Choice(msgspec.Struct, frozen=True):
     """the delay that the user knows of"""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class DelayVerdict(msgspec.Struct, frozen=True):
     """A delay that is in force until something changes, and why."""
 
     delay: int
     harvests: tuple[float | None, float | None]
 
 
-def after(choice: Choice, tickets: Sequence[Ticket], *, trial: int, full: bool) -> tuple[Choice, Verdict | None]:
+def after(
+    choice: DelayState, tickets: Sequence[Ticket], *, trial: int, full: bool
+) -> tuple[DelayState, DelayVerdict | None]:
     """The choice after a training round; ``full``: it was no short one, and nobody came or went with it."""
     if choice.turning:
         return _changed(choice, 0), None
@@ -90,7 +92,7 @@ def after(choice: Choice, tickets: Sequence[Ticket], *, trial: int, full: bool) 
     delay, certain = _preferred(choice)
     verdict = None
     if certain and delay != choice.told and (choice.told is None or _is_clear(harvests, delay)):
-        choice, verdict = replace(choice, told=delay), Verdict(delay, harvests)
+        choice, verdict = replace(choice, told=delay), DelayVerdict(delay, harvests)
     if delay == choice.delay:
         if choice.rounds < _patience(choice, trial) or (delay == 0 and seen >= _ENOUGH):
             return choice, verdict
@@ -98,12 +100,12 @@ def after(choice: Choice, tickets: Sequence[Ticket], *, trial: int, full: bool) 
     return (_changed(choice, 1) if delay == 1 else replace(choice, turning=True)), verdict
 
 
-def moved(choice: Choice) -> Choice:
+def moved(choice: DelayState) -> DelayState:
     """The roster has changed: measure anew, and try the other delay sooner."""
     return replace(choice, rounds=0, counted=0, made=0.0, possible=0.0, trials=0)
 
 
-def _counted(choice: Choice, tickets: Sequence[Ticket], settling: int) -> Choice:
+def _counted(choice: DelayState, tickets: Sequence[Ticket], settling: int) -> DelayState:
     rounds = choice.rounds + 1
     if rounds <= settling:
         return replace(choice, rounds=rounds)
@@ -118,7 +120,7 @@ def _counted(choice: Choice, tickets: Sequence[Ticket], settling: int) -> Choice
     )
 
 
-def _preferred(choice: Choice) -> tuple[int, bool]:
+def _preferred(choice: DelayState) -> tuple[int, bool]:
     """The better delay as far as is known, and whether that is certain."""
     synchronous, overlapped = choice.harvests
     if synchronous is not None and synchronous >= _ENOUGH:
@@ -137,7 +139,7 @@ def _is_clear(harvests: tuple[float | None, float | None], delay: int) -> bool:
     return ratio >= _CLEARLY_ENOUGH if delay == 0 else ratio <= _CLEARLY_TOO_LITTLE
 
 
-def _patience(choice: Choice, trial: int) -> int:
+def _patience(choice: DelayState, trial: int) -> int:
     """Rounds until the other delay is tried again."""
     here, there = choice.harvests[choice.delay], choice.harvests[1 - choice.delay]
     loss = max(0.0, (here or 1.0) / max(there or 1.0, 0.01) - 1.0)
@@ -145,6 +147,6 @@ def _patience(choice: Choice, trial: int) -> int:
     return min(_MOST * trial, max(_LEAST * trial, rounds))
 
 
-def _changed(choice: Choice, delay: int) -> Choice:
+def _changed(choice: DelayState, delay: int) -> DelayState:
     # What was measured the last time still counts, as one trial.
-    return Choice(delay=delay, harvests=choice.harvests, trials=1, told=choice.told)
+    return DelayState(delay=delay, harvests=choice.harvests, trials=1, told=choice.told)

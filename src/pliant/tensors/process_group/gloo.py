@@ -1,11 +1,11 @@
 """The era's process group: tickets gathered and gradients summed in the background.
 
 Question  How does a contribution travel while the worker computes on, and how does a group come and go meanwhile?
-Holds     Nothing here blocks the caller except ``wait``, ``broadcast`` and ``Forming.result``. No Python runs in gloo's
-          threads (one that asks for the interpreter while it shuts down takes the process with it), so completion is
-          polled. A group is formed over the control channel, under an attempt number that is never used twice. It may
-          be left at any moment, in the middle of a sum too: its connections are cut, its memory stays in place until
-          gloo's threads are done with it, and nothing of it remains. ``rank`` exists in this module only.
+Holds     Nothing here blocks the caller except ``wait``, ``broadcast`` and ``FormingGroup.result``. No Python runs in
+          gloo's threads (one that asks for the interpreter while it shuts down takes the process with it), so
+          completion is polled. A group is formed over the control channel, under an attempt number that is never used
+          twice. It may be left at any moment, in the middle of a sum too: its connections are cut, its memory stays in
+          place until gloo's threads are done with it, and nothing of it remains. ``rank`` exists in this module only.
 Source    Facts about gloo in DESIGN ("measured on this kind of machine"); docs/design/0005-exchange.md and
           0007-elastic.md.
 """
@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pliant.tensors.process_group import failures, teardown
-from pliant.tensors.process_group.gloo_sockets import Wiring
-from pliant.tensors.process_group.reachability import Doorbell, Unconnected, unreached
+from pliant.tensors.process_group.gloo_sockets import GlooSockets
+from pliant.tensors.process_group.reachability import ProbePort, Unconnected, unreached
 
 # Tickets wait for the slowest member, whose micro-batch may take minutes (compilation).
 # Death is told by the coordinator.
@@ -56,7 +56,7 @@ class KeyValue(Protocol):
     def get(self, attempt: int, key: str, timeout_s: float) -> bytes: ...
 
 
-class Prefixed(dist.Store):
+class ControlStore(dist.Store):
     """A torch store over the control channel; gloo calls set, get and wait only."""
 
     def __init__(self, channel: KeyValue, attempt: int, prefix: str = "") -> None:
@@ -189,15 +189,15 @@ class Gloo:
         self.members = members
         self.place = place
         self._under_way: list[Summation] = []
-        self._wiring = Wiring(address)
+        self._wiring = GlooSockets(address)
         try:
-            with Doorbell(address, members) as doorbell:
+            with ProbePort(address, members) as doorbell:
                 # gloo's own timeout is short: it must not begin before everybody is there, and can be reached.
                 others = _everybody(channel, attempt, place, members, doorbell.address)
                 missing = unreached(others)
                 if missing:
                     raise Unconnected("the data ports of other members cannot be reached", missing)
-                self._group: Any = _connected(Prefixed(channel, attempt), place, members, self._wiring.device)
+                self._group: Any = _connected(ControlStore(channel, attempt), place, members, self._wiring.device)
         except BaseException:
             self._wiring.release()
             raise
@@ -258,7 +258,7 @@ class Gloo:
             return
         for each in self._under_way:
             each.complete()
-        remains = teardown.Remains(self._group, self._wiring, [each for each in self._under_way if not each.over])
+        remains = teardown.Teardown(self._group, self._wiring, [each for each in self._under_way if not each.over])
         # Whoever drops the last reference waits for gloo to end: not the caller.
         self._group, self._under_way = None, []
         remains.dispose()
@@ -355,8 +355,8 @@ class _Revocable:
             raise Abandoned("the group was abandoned while it was being formed")
 
 
-class Forming(Generic[Group]):
-    """A group that is being formed in the background: ``Forming(lambda channel: Gloo(channel, …), link)``."""
+class FormingGroup(Generic[Group]):
+    """A group that is being formed in the background: ``FormingGroup(lambda channel: Gloo(channel, …), link)``."""
 
     def __init__(self, make: Callable[[KeyValue], Group], channel: KeyValue) -> None:
         self._channel = _Revocable(channel)

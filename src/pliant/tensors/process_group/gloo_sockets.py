@@ -29,11 +29,11 @@ _WATCHED = re.compile(r"^tfd:\s*(\d+) .*\bino:([0-9a-f]+)\b", re.MULTILINE)
 _SIOCOUTQ = 0x5411
 
 _making = threading.Lock()
-_known: weakref.WeakSet[Wiring] = weakref.WeakSet()
+_known: weakref.WeakSet[GlooSockets] = weakref.WeakSet()
 _registered = False
 
 
-class Wiring:
+class GlooSockets:
     """One gloo device and its sockets; one group each, so that the sockets are the group's."""
 
     def __init__(self, address: str) -> None:
@@ -164,7 +164,7 @@ def _watched(loop: int) -> list[tuple[int, int]]:
     return [(int(fd), int(inode, 16)) for fd, inode in _WATCHED.findall(text)]
 
 
-def _close_in_children(wiring: Wiring) -> None:
+def _close_in_children(wiring: GlooSockets) -> None:
     """A forked loader that keeps copies of the sockets would hide its parent's death from the peers."""
     global _registered
     _known.add(wiring)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pliant.errors import UsageError
-from pliant.tensors.process_group.gloo import Gloo, KeyValue, Prefixed
+from pliant.tensors.process_group.gloo import ControlStore, Gloo, KeyValue
 
 
 class Nccl(Gloo):
@@ -37,7 +37,7 @@ class Nccl(Gloo):
         try:
             with torch.cuda.device(device):
                 self._stream = torch.cuda.Stream(device)
-                self._nccl = nccl(Prefixed(channel, attempt, "nccl/"), place, members, nccl.Options())
+                self._nccl = nccl(ControlStore(channel, attempt, "nccl/"), place, members, nccl.Options())
         except BaseException:
             self.leave()
             raise

@@ -43,7 +43,7 @@ class Unconnected(RuntimeError):
         self.places = places
 
 
-class Doorbell:
+class ProbePort:
     """A port at which the others find out that this member can be reached. Nobody needs to answer."""
 
     def __init__(self, address: str, members: int) -> None:
@@ -58,7 +58,7 @@ class Doorbell:
         host, port = self._listener.getsockname()[:2]
         return f"{host} {port}".encode()
 
-    def __enter__(self) -> Doorbell:
+    def __enter__(self) -> ProbePort:
         return self
 
     def __exit__(

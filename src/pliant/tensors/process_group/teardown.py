@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from pliant.tensors.process_group.gloo_sockets import Wiring
+from pliant.tensors.process_group.gloo_sockets import GlooSockets
 
 # gloo resets connections that it closes: what peers have not yet got of the last sum would be lost.
 _DELIVERY_S = 2.0
@@ -43,10 +43,10 @@ class Leavable(Protocol):
     def leave(self) -> None: ...
 
 
-class Remains:
+class Teardown:
     """A group that was left, with everything its threads may still write to."""
 
-    def __init__(self, group: Any, wiring: Wiring, under_way: Sequence[UnderWay]) -> None:
+    def __init__(self, group: Any, wiring: GlooSockets, under_way: Sequence[UnderWay]) -> None:
         self._group: Any = group
         self._wiring = wiring
         self._under_way = under_way

@@ -5,6 +5,6 @@ and compares the outcome with ``reference``, a plain PyTorch loop; ``processes``
 ``python -m pliant.testing habits --scripts 1000`` draws them.
 """
 
-from pliant.testing.habits.values import Event, Fault, Habits, packed, unpacked
+from pliant.testing.habits.values import Event, Habits, WorkerFault, packed, unpacked
 
-__all__ = ["Event", "Fault", "Habits", "packed", "unpacked"]
+__all__ = ["Event", "Habits", "WorkerFault", "packed", "unpacked"]

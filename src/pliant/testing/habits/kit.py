@@ -31,7 +31,7 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 """inputs, labels, tokens, index"""
 
 
-class Samples(Dataset[tuple[Tensor, Tensor, Tensor, int]]):
+class KitSamples(Dataset[tuple[Tensor, Tensor, Tensor, int]]):
     """A few samples, the same in every process."""
 
     def __init__(self, habits: Habits, count: int, seed: int = 1) -> None:

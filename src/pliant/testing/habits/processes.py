@@ -28,8 +28,8 @@ from pliant.errors import PliantError
 from pliant.launch import requests
 from pliant.run import Run
 from pliant.testing.habits.kit import kit_of
-from pliant.testing.habits.reference import Mismatch
-from pliant.testing.habits.script import Script
+from pliant.testing.habits.reference import ScriptMismatch
+from pliant.testing.habits.script import DrawnScript
 from pliant.testing.habits.values import Habits, packed, unpacked
 
 LIMIT_S = 200.0
@@ -54,7 +54,7 @@ def main() -> None:
     slot = job.worker if job is not None else ""
     place = int(slot[1:]) if slot else 0
     kit = kit_of(habits, 0)
-    script = Script(kit, place, pliant.join, Path.cwd())
+    script = DrawnScript(kit, place, pliant.join, Path.cwd())
     if slot:
         script.at_micro_batch = _Fate(habits, place).meet
         script.pause = _until_left_out
@@ -111,7 +111,7 @@ def _count(kind: str) -> int:
 
 
 def checked(habits: Habits, directory: Path) -> None:
-    """Run the script; raises ``Mismatch`` where something is not as it must be."""
+    """Run the script; raises ``ScriptMismatch`` where something is not as it must be."""
     (directory / "train.py").write_text(_SCRIPT)
     (directory / "habits.json").write_text(packed(habits))
     paces = ",".join(map(str, habits.paces or (1.0,) * habits.workers))
@@ -127,10 +127,10 @@ def checked(habits: Habits, directory: Path) -> None:
             grows.join()
     found = {path.name: path.read_text() for path in directory.glob("weights-*")}
     if not found or len(set(found.values())) > 1:
-        raise Mismatch(f"the workers end with other weights: {sorted(found.items())}")
+        raise ScriptMismatch(f"the workers end with other weights: {sorted(found.items())}")
     report = audit(history(directory / "job" / "journal.jsonl"))
     if report.problems:
-        raise Mismatch(f"the journal is not in order: {report.problems}")
+        raise ScriptMismatch(f"the journal is not in order: {report.problems}")
     _pliant(directory, "replay", "job", *script)
 
 
@@ -146,7 +146,7 @@ def _grow(directory: Path, workers: int) -> None:
 
 
 def _pliant(directory: Path, *words: str) -> None:
-    """Run the command; raises ``Mismatch`` with all it said where it fails."""
+    """Run the command; raises ``ScriptMismatch`` with all it said where it fails."""
     source = str(Path(pliant.__file__).resolve().parents[1])
     found = plain_environment()
     path = os.pathsep.join(filter(None, [source, found.get("PYTHONPATH", "")]))
@@ -157,6 +157,6 @@ def _pliant(directory: Path, *words: str) -> None:
             command, cwd=directory, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired as late:
-        raise Mismatch(f"pliant {words[0]} does not end:\n{late.stdout}") from None
+        raise ScriptMismatch(f"pliant {words[0]} does not end:\n{late.stdout}") from None
     if done.returncode:
-        raise Mismatch(f"pliant {words[0]} ended with status {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise ScriptMismatch(f"pliant {words[0]} ended with status {done.returncode}:\n{done.stdout}{done.stderr}")

@@ -20,17 +20,17 @@ from torch.nn import Parameter
 
 from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Point, Ticket
-from pliant.testing.habits.kit import Kit, Samples, change, kit_of
+from pliant.testing.habits.kit import Kit, KitSamples, change, kit_of
 from pliant.testing.habits.script import TESTED, Diary, Drawn
 from pliant.testing.habits.values import Habits
-from pliant.testing.threads import Record
+from pliant.testing.threads import WorkerRecord
 from pliant.worker.script.sample_order import epoch_order
 
 _KEPT = 4
 """Versions of the weights: a contribution is at most one round old, a repeated step begins one earlier."""
 
 
-class Mismatch(AssertionError):
+class ScriptMismatch(AssertionError):
     """A run did something else than its script says."""
 
 
@@ -67,7 +67,7 @@ class Round:
 class Reference:
     """A training computed again, round by round."""
 
-    def __init__(self, habits: Habits, diaries: Sequence[Diary], record: Record) -> None:
+    def __init__(self, habits: Habits, diaries: Sequence[Diary], record: WorkerRecord) -> None:
         self.kit = kit_of(habits, 0)
         self._habits = habits
         self._diaries = diaries
@@ -75,8 +75,8 @@ class Reference:
         self._rounds = [Round(*each) for each in told if each[0].kind is Kind.TRAIN]
         self._phases = sorted({each.outcome.phase for each in self._rounds})
         """every epoch has one; who goes along does not name the epoch in its ticket"""
-        self._samples = Samples(habits, habits.samples)
-        self._tests = Samples(habits, TESTED, seed=2).batch(tuple(range(TESTED)))
+        self._samples = KitSamples(habits, habits.samples)
+        self._tests = KitSamples(habits, TESTED, seed=2).batch(tuple(range(TESTED)))
         self._fronts: dict[tuple[int, int], int] = {}
         self._versions: dict[int, Kit] = {}
         self._factors = {0: 1.0}
@@ -97,7 +97,7 @@ class Reference:
         """as the run counts it: 0: none; None: no script has set one"""
 
     def run(self) -> Kit:
-        """All rounds; raises ``Mismatch`` where the run's own account of itself does not hold."""
+        """All rounds; raises ``ScriptMismatch`` where the run's own account of itself does not hold."""
         self._keep(0)
         for place, told in enumerate(self._rounds):
             outcome = told.outcome
@@ -371,12 +371,12 @@ def compare(name: str, given: Tensor, expected: Tensor, tolerance: float) -> Non
     """Equal up to rounding."""
     if not torch.allclose(given, expected, rtol=tolerance, atol=tolerance):
         largest = float((given - expected).abs().max())
-        raise Mismatch(f"{name} is off plain PyTorch by {largest:.3g}")
+        raise ScriptMismatch(f"{name} is off plain PyTorch by {largest:.3g}")
 
 
 def _check(holds: bool, message: str) -> None:
     if not holds:
-        raise Mismatch(message)
+        raise ScriptMismatch(message)
 
 
 def _close(given: float, expected: float, what: str, tolerance: float = 1e-9) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import pliant
 from pliant.run import Run
-from pliant.testing.habits.kit import Batch, Kit, Samples, change
+from pliant.testing.habits.kit import Batch, Kit, KitSamples, change
 from pliant.testing.habits.values import CLIP, FOLLOW, GATHER, SAMPLE, SET, UPDATE, Event, What
 
 TESTED = 10
@@ -82,7 +82,7 @@ class _Exhausted(torch.autograd.Function):
         raise torch.OutOfMemoryError("tried to allocate 20 GiB")
 
 
-class Script:
+class DrawnScript:
     """One worker's part."""
 
     def __init__(self, kit: Kit, place: int, join: Callable[..., Run], directory: Path) -> None:
@@ -93,8 +93,8 @@ class Script:
         self._join = join
         self._directory = directory
         self._broke = False
-        self._samples = Samples(self.habits, self.habits.samples)
-        self._tests = Samples(self.habits, TESTED, seed=2)
+        self._samples = KitSamples(self.habits, self.habits.samples)
+        self._tests = KitSamples(self.habits, TESTED, seed=2)
         self.at_micro_batch: Callable[[Run], None] = lambda run: None
         """called in the body of the loop, before anything is computed"""
         self.pause: Callable[[Run], None] = lambda run: time.sleep(_SLOW_S)

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pliant.testing.habits.values import CLIP, SAMPLE, SET, UPDATE, Event, Fault, Habits, Model, What
+from pliant.testing.habits.values import CLIP, SAMPLE, SET, UPDATE, Event, Habits, Model, What, WorkerFault
 
 _EXACT = ("sgd", "adam", "adamw")
 _EVENTS: tuple[What, ...] = get_args(What)
@@ -73,13 +73,13 @@ def _without(habits: Habits, *what: What) -> Habits:
 def _processes(draw: Any, workers: int) -> dict[str, Any]:
     """Long enough for something to happen in it."""
     fault = st.builds(
-        Fault, at=st.integers(1, 12), worker=st.integers(0, workers - 1), signal=st.sampled_from(("kill", "term"))
+        WorkerFault, at=st.integers(1, 12), worker=st.integers(0, workers - 1), signal=st.sampled_from(("kill", "term"))
     )
     faults = tuple(draw(st.lists(fault, max_size=min(2, workers - 1), unique_by=lambda fault: fault.worker)))
     checkpoints = draw(st.integers(0, 3)) == 1
     if checkpoints:
         at = draw(st.integers(1, 12))
-        faults = tuple(Fault(at=at, worker=worker) for worker in range(workers))
+        faults = tuple(WorkerFault(at=at, worker=worker) for worker in range(workers))
     return {
         "samples": draw(st.integers(40, 120)),
         "epochs": draw(st.integers(2, 4)),

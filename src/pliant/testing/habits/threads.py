@@ -19,17 +19,17 @@ from pliant.core.rounds import Settled
 from pliant.core.tickets import Kind
 from pliant.errors import PliantError
 from pliant.testing.habits.kit import kit_of
-from pliant.testing.habits.reference import Mismatch, Reference, compare, tolerance
-from pliant.testing.habits.script import Diary, Script
+from pliant.testing.habits.reference import Reference, ScriptMismatch, compare, tolerance
+from pliant.testing.habits.script import Diary, DrawnScript
 from pliant.testing.habits.values import Habits
-from pliant.testing.threads import Record, Together, together
+from pliant.testing.threads import Together, WorkerRecord, together
 
 LIMIT_S = 60.0
 """Far above what any of these takes; only a hang reaches it."""
 
 
 def checked(habits: Habits, directory: Path) -> None:
-    """Run the script; raises ``Mismatch`` where the outcome is not as it must be, or what the script raised."""
+    """Run the script; raises ``ScriptMismatch`` where the outcome is not as it must be, or what the script raised."""
     try:
         diaries, records = ran(habits, directory)
     except PliantError as error:
@@ -52,39 +52,39 @@ def refusal(habits: Habits) -> str:
     return ""
 
 
-def ran(habits: Habits, directory: Path) -> tuple[list[Diary], list[Record]]:
+def ran(habits: Habits, directory: Path) -> tuple[list[Diary], list[WorkerRecord]]:
     """What every worker did and settled."""
     own = Path(tempfile.mkdtemp(dir=directory))
     # torch's generators belong to the process: made one after the other, each with other weights.
     kits = [kit_of(habits, place) for place in range(habits.workers)]
 
-    def script(handle: Together) -> tuple[Diary, Record]:
-        return Script(kits[handle.place], handle.place, handle.join, own).train(), handle.record
+    def script(handle: Together) -> tuple[Diary, WorkerRecord]:
+        return DrawnScript(kits[handle.place], handle.place, handle.join, own).train(), handle.record
 
     paces = habits.paces if len(habits.paces) == habits.workers else None
     results: list[Any] = together(habits.workers, script, paces=paces, timeout_s=LIMIT_S)
     return [diary for diary, _ in results], [record for _, record in results]
 
 
-def compare_workers(diaries: Sequence[Diary], records: Sequence[Record], *, alone: bool = False) -> None:
+def compare_workers(diaries: Sequence[Diary], records: Sequence[WorkerRecord], *, alone: bool = False) -> None:
     """The same rounds, results and final state everywhere; changes too, unless one worker makes its own."""
     first, record = diaries[0], records[0]
     for place, (diary, other) in enumerate(zip(diaries[1:], records[1:], strict=True), start=1):
         if other.outcomes != record.outcomes:
-            raise Mismatch(f"worker {place} settled other rounds than worker 0")
+            raise ScriptMismatch(f"worker {place} settled other rounds than worker 0")
         # A spare is told of no update in the body of the loop.
         here, there = dict(diary.results), dict(first.results)
         if any(here[number] != there[number] for number in here.keys() & there.keys()):
-            raise Mismatch(f"worker {place} evaluated {diary.results}, worker 0 {first.results}")
+            raise ScriptMismatch(f"worker {place} evaluated {diary.results}, worker 0 {first.results}")
         compare_gathered(place, diary, first)
         if diary.changes != first.changes and not alone:
-            raise Mismatch(f"worker {place} changed {diary.changes}, worker 0 {first.changes}")
+            raise ScriptMismatch(f"worker {place} changed {diary.changes}, worker 0 {first.changes}")
         if diary.state.keys() != first.state.keys():
-            raise Mismatch(f"worker {place} has {sorted(diary.state.keys() ^ first.state.keys())} more or less")
+            raise ScriptMismatch(f"worker {place} has {sorted(diary.state.keys() ^ first.state.keys())} more or less")
         for name, value in first.state.items():
             if not torch.equal(value, diary.state[name]):
                 largest = (value - diary.state[name]).abs().max()
-                raise Mismatch(f"{name} differs between worker {place} and worker 0 by {float(largest):.3g}")
+                raise ScriptMismatch(f"{name} differs between worker {place} and worker 0 by {float(largest):.3g}")
 
 
 def compare_gathered(place: int, diary: Diary, first: Diary) -> None:
@@ -94,7 +94,7 @@ def compare_gathered(place: int, diary: Diary, first: Diary) -> None:
         if outputs is None or number not in there:
             continue
         if not all(torch.equal(a, b) for a, b in zip(outputs, there[number], strict=True)):
-            raise Mismatch(f"worker {place} gathered other outputs after round {number} than worker 0")
+            raise ScriptMismatch(f"worker {place} gathered other outputs after round {number} than worker 0")
 
 
 def count_gathered(habits: Habits, diaries: Sequence[Diary]) -> None:
@@ -104,7 +104,7 @@ def count_gathered(habits: Habits, diaries: Sequence[Diary]) -> None:
         told = [outputs for diary in diaries for at, outputs in diary.gathered if at == number]
         having = sum(outputs is not None for outputs in told)
         if not having or (everywhere and having < len(told)):
-            raise Mismatch(f"of {len(told)} workers {having} have the outputs gathered after round {number}")
+            raise ScriptMismatch(f"of {len(told)} workers {having} have the outputs gathered after round {number}")
 
 
 def count_positions(habits: Habits, outcomes: Sequence[Settled]) -> None:
@@ -113,16 +113,16 @@ def count_positions(habits: Habits, outcomes: Sequence[Settled]) -> None:
     if habits.steps:
         made = sum(outcome.applied for outcome in outcomes if outcome.kind is Kind.TRAIN)
         if made != habits.steps:
-            raise Mismatch(f"{made} updates were made, the script asks for {habits.steps}")
+            raise ScriptMismatch(f"{made} updates were made, the script asks for {habits.steps}")
     elif len(phases) != habits.epochs:
-        raise Mismatch(f"there were {len(phases)} loops over batches, the script has {habits.epochs}")
+        raise ScriptMismatch(f"there were {len(phases)} loops over batches, the script has {habits.epochs}")
     for phase in phases:
         rounds = [outcome for outcome in outcomes if outcome.phase == phase]
         spent = [span for outcome in rounds for member in outcome.spans for span in member]
         cut = [span for outcome in rounds for span in outcome.cut]
         may_be_cut = habits.does("break", "break alone") or (habits.steps and phase == phases[-1])
         if cut and not may_be_cut:
-            raise Mismatch(f"positions {cut} were cut though nobody broke the loop")
+            raise ScriptMismatch(f"positions {cut} were cut though nobody broke the loop")
         positions = sorted(position for start, stop in (*spent, *cut) for position in range(start, stop))
         if positions != list(range(habits.samples)):
-            raise Mismatch(f"phase {phase} went over positions {positions} of {habits.samples}")
+            raise ScriptMismatch(f"phase {phase} went over positions {positions} of {habits.samples}")

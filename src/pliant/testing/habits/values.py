@@ -61,7 +61,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True, repr_omit_defaults=
     """who breaks or freezes alone, or is slow to save"""
 
 
-class Fault(msgspec.Struct, frozen=True, omit_defaults=True, repr_omit_defaults=True, forbid_unknown_fields=True):
+class WorkerFault(msgspec.Struct, frozen=True, omit_defaults=True, repr_omit_defaults=True, forbid_unknown_fields=True):
     """What happens to a real worker, once."""
 
     at: int
@@ -117,7 +117,7 @@ class Habits(msgspec.Struct, frozen=True, omit_defaults=True, repr_omit_defaults
     skips: bool = False
     """a micro-batch that did not fit into memory is passed over by ``continue``: without ``step``"""
     events: tuple[Event, ...] = ()
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[WorkerFault, ...] = ()
     """of real processes only, like what follows"""
     grows: int = 0
     """from this round on there is one worker more"""

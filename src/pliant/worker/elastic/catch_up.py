@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 
 from pliant.core import portion_size
 from pliant.tensors import allocation
-from pliant.tensors.background_copy import Copying, Room
-from pliant.tensors.gradients import Buffer
-from pliant.worker.elastic.kept_rounds import KeptResult, KeptRound, Request
+from pliant.tensors.background_copy import BackgroundCopy, CopyMemory
+from pliant.tensors.gradients import FlatGradients
+from pliant.worker.elastic.kept_rounds import KeptResult, KeptRound, PortionRequest
 from pliant.worker.training import Training
 
 META, STATE = "meta", "state"
@@ -56,7 +56,7 @@ def is_of_end(want: Sequence[str]) -> bool:
     return any(name.startswith(_AT_END) for name in want)
 
 
-class Recipient(Protocol):
+class StateRecipient(Protocol):
     """The line to the donor (``tensors.handoff.Recipient``)."""
 
     failed: str | None
@@ -72,14 +72,14 @@ def say_to_user(text: str) -> None:
     print(f"pliant: {text}", file=sys.stderr, flush=True)
 
 
-class Takeover:
+class CatchUp:
     """What a follower holds, what it waits for, and whom it asks."""
 
     def __init__(
         self,
         training: Training,
         carried: Mapping[str, Any],
-        connect: Callable[[str], Recipient],
+        connect: Callable[[str], StateRecipient],
         *,
         tensors: bool = True,
         say: Callable[[str], None] = say_to_user,
@@ -89,15 +89,15 @@ class Takeover:
         self._carried = carried
         self._connect = connect
         self._say = say
-        self._recipient: Recipient | None = None
-        self._state_from: Recipient | None = None
+        self._recipient: StateRecipient | None = None
+        self._state_from: StateRecipient | None = None
         """who was asked for the user's state"""
         self._state_asked: str | None = None
         """for which"""
         self._states_under_way: deque[int] = deque()
         """as of which exchanges, one answer after another"""
         self._donors: list[str] = []
-        self._asked: Request | None = None
+        self._asked: PortionRequest | None = None
         self._era = 0
         self._expected: tuple[str, int] | None = None
         """(donor, era): everything was asked for, as of that era's start"""
@@ -165,7 +165,7 @@ class Takeover:
         for index in parameters:
             self._training.held = (self._training.held or 0) & ~(1 << index)
 
-    def _ask_again_for(self, asked: Request | None) -> None:
+    def _ask_again_for(self, asked: PortionRequest | None) -> None:
         """A request comes to nothing: what it was for is missing still."""
         if asked is not None:
             # What was lost since is in both; were it installed twice, it would be updated twice.
@@ -203,7 +203,7 @@ class Takeover:
         if self._missing:
             self._ask(recipient, exchange)
 
-    def _line(self) -> Recipient | None:
+    def _line(self) -> StateRecipient | None:
         if self._recipient is not None and self._recipient.failed is not None:
             self._drop_recipient()
             self._donors = self._donors[1:] + self._donors[:1]
@@ -212,7 +212,7 @@ class Takeover:
             self._recipient = self._connect(self._donors[0])
         return self._recipient
 
-    def _ask(self, recipient: Recipient, as_of: int) -> None:
+    def _ask(self, recipient: StateRecipient, as_of: int) -> None:
         want: list[str] = []
         size = gradients = 0
         while self._missing:
@@ -223,7 +223,7 @@ class Takeover:
                 break
             gradients += more
             want.append(self._missing.pop(0))
-        self._asked = Request(as_of, want, gradients)
+        self._asked = PortionRequest(as_of, want, gradients)
         recipient.request(self._era, as_of, want)
 
     def ask_state(self, as_of: int) -> None:
@@ -232,7 +232,7 @@ class Takeover:
         if recipient is not None:
             self._request_state(recipient, as_of, STATE)
 
-    def _request_state(self, recipient: Recipient, as_of: int, name: str) -> None:
+    def _request_state(self, recipient: StateRecipient, as_of: int, name: str) -> None:
         if recipient is not self._state_from:
             self._states_under_way.clear()
         self._state_from, self._state_asked = recipient, name
@@ -271,7 +271,7 @@ class Takeover:
     def note(
         self,
         exchange: int,
-        means: Buffer | None,
+        means: FlatGradients | None,
         present: int,
         factor: float,
         scheduled: tuple[float, float],
@@ -324,7 +324,7 @@ class Takeover:
             return asked.answer[0], 1.0
         return begun
 
-    def _make_room(self, asked: Request, size: int) -> bool:
+    def _make_room(self, asked: PortionRequest, size: int) -> bool:
         """Before a round with ``size`` bytes of gradients is kept; False: the request was given up instead."""
         if not self._portions.is_full(asked.kept_bytes + size):
             return True
@@ -376,7 +376,7 @@ class Takeover:
         if self._asked is not None:
             self._asked.drained = exchange
 
-    def _install(self, asked: Request, as_of: int, parts: Mapping[str, Any]) -> None:
+    def _install(self, asked: PortionRequest, as_of: int, parts: Mapping[str, Any]) -> None:
         training = self._training
         since = [each for each in asked.since if each.exchange > as_of]
         merged = asked.drained > as_of or any(isinstance(each, KeptRound) and each.applied for each in since)
@@ -454,7 +454,7 @@ def snapshot(training: Training, carried: Mapping[str, Any], want: Sequence[str]
 
 
 @torch.no_grad()
-def copy_parameters(training: Training, copying: Copying) -> dict[str, Any]:
+def copy_parameters(training: Training, copying: BackgroundCopy) -> dict[str, Any]:
     """The same for all parameters, where they will be when ``copying`` is complete."""
     parts: dict[str, Any] = {}
     for index, p in enumerate(training.parameters):
@@ -465,9 +465,9 @@ def copy_parameters(training: Training, copying: Copying) -> dict[str, Any]:
     return parts
 
 
-def room_for_parameters(training: Training) -> Room:
+def room_for_parameters(training: Training) -> CopyMemory:
     """Memory for such a copy."""
-    return Room(training.parameters, [dict(training.optimizer.state.get(p, {})) for p in training.parameters])
+    return CopyMemory(training.parameters, [dict(training.optimizer.state.get(p, {})) for p in training.parameters])
 
 
 def users_state_of(carried: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,15 +19,15 @@ from msgspec.structs import replace
 from pliant.control import messages
 from pliant.control.messages import EraPlan
 from pliant.core import allowance
-from pliant.core.finished_calls import NONE, Call, Calls
-from pliant.core.group_state import Group, Past, Standing
+from pliant.core.finished_calls import NONE, FinishedCall, FinishedCalls
+from pliant.core.group_state import FinishedPhase, GroupState, Standing
 from pliant.core.regrouping import Entry
 from pliant.core.tickets import NOWHERE, Kind, point
 from pliant.types import WorkerId
 from pliant.worker.elastic import catch_up
-from pliant.worker.elastic.catch_up import Recipient, Takeover
-from pliant.worker.elastic.rendezvous import Place, Seat
-from pliant.worker.progress import At, Progress
+from pliant.worker.elastic.catch_up import CatchUp, StateRecipient
+from pliant.worker.elastic.rendezvous import FormedGroup, Rendezvous
+from pliant.worker.progress import LoopPoint, Progress
 from pliant.worker.training import Training
 
 _ENTRY = struct.Struct("<qqqqqqqqqBqqqB")
@@ -35,10 +35,10 @@ _ENTRY = struct.Struct("<qqqqqqqqqBqqqB")
 _DEPTH = 2
 
 
-class Handed(msgspec.Struct, frozen=True):
+class GroupSnapshot(msgspec.Struct, frozen=True):
     """The replicated state, as the donor hands it round at the start of an era."""
 
-    group: Group
+    group: GroupState
     records: int
     live: int
     """the bitmap of buffers that are merged"""
@@ -46,15 +46,15 @@ class Handed(msgspec.Struct, frozen=True):
     """the exchange that makes the buffers equal is still to come"""
     known: int = 0
     """so many calls of the script all who are told know already"""
-    calls: list[Call] = []
+    calls: list[FinishedCall] = []
     """those that ``group`` has left since; in there they are only while nothing travels"""
 
-    def packed(self, known: int) -> Handed:
+    def packed(self, known: int) -> GroupSnapshot:
         """As it travels to workers that know so many calls."""
         first = min(known, len(self.group.past))
         return replace(self, group=replace(self.group, past=NONE), known=first, calls=self.group.past.since(first))
 
-    def unpacked(self, own: Calls) -> Handed:
+    def unpacked(self, own: FinishedCalls) -> GroupSnapshot:
         """As it was, for a worker that knows ``own`` calls."""
         assert len(own) >= self.known, "the donor was told how many"
         past = own.up_to(self.known).joined(self.calls)
@@ -64,7 +64,7 @@ class Handed(msgspec.Struct, frozen=True):
 _KNOWN = struct.Struct("<q")
 
 
-def packed_count(past: Calls) -> bytes:
+def packed_count(past: FinishedCalls) -> bytes:
     """How many calls a worker knows for certain: to the last one something may still be added."""
     return _KNOWN.pack(max(0, len(past) - 1))
 
@@ -73,17 +73,17 @@ def unpacked_count(data: bytes) -> int:
     return _KNOWN.unpack(data)[0]
 
 
-_decoder = msgspec.msgpack.Decoder(tuple[Handed, bytes])
+_decoder = msgspec.msgpack.Decoder(tuple[GroupSnapshot, bytes])
 
 
-def encoded(handed: Handed, known: int) -> bytes:
+def encoded(handed: GroupSnapshot, known: int) -> bytes:
     """For workers that know so many calls."""
     # msgpack has no numbers above 64 bits, and a model may have more buffers than that.
     live = handed.live.to_bytes((handed.live.bit_length() + 7) // 8, "little")
     return msgspec.msgpack.encode((replace(handed.packed(known), live=0), live))
 
 
-def decoded(payload: bytes, own: Calls) -> Handed:
+def decoded(payload: bytes, own: FinishedCalls) -> GroupSnapshot:
     """For a worker that knows ``own`` calls."""
     handed, live = _decoder.decode(payload)
     return replace(handed, live=int.from_bytes(live, "little")).unpacked(own)
@@ -106,19 +106,19 @@ def unpacked_entry(data: bytes) -> Entry:
     return Entry(bool(active), tuple(dropped[:depth]), tuple(kept[:depth]), tuple(points[:depth]))
 
 
-def _active(group: Group) -> list[WorkerId]:
+def _active(group: GroupState) -> list[WorkerId]:
     """Who computes, in the roster's order."""
     pairs = zip(group.roster, group.standings, strict=True)
     return [worker for worker, standing in pairs if standing is Standing.ACTIVE]
 
 
-def _holders(group: Group) -> list[WorkerId]:
+def _holders(group: GroupState) -> list[WorkerId]:
     """Who holds the state, in the roster's order. Who leaves does, too, and may be the last one to hold it."""
     pairs = zip(group.roster, group.standings, strict=True)
     return [worker for worker, standing in pairs if standing is not Standing.FOLLOWING]
 
 
-class Donor(Protocol):
+class StateDonor(Protocol):
     """Hands this worker's state on (``tensors.handoff.Donor``)."""
 
     pending: bool
@@ -132,12 +132,12 @@ class Eras:
 
     def __init__(
         self,
-        place: Place,
-        donor: Donor,
-        connect: Callable[[str], Recipient],
+        place: Rendezvous,
+        donor: StateDonor,
+        connect: Callable[[str], StateRecipient],
         carried: Mapping[str, Any],
         share: Callable[[Any, Callable[[], None]], None],
-        come_back: Callable[[], Place],
+        come_back: Callable[[], Rendezvous],
         overdue: Callable[[], Callable[[], None] | None] = lambda: None,
         say: Callable[[str], None] = catch_up.say_to_user,
     ) -> None:
@@ -156,7 +156,7 @@ class Eras:
         self._say = say
         """to whom it is said that the group has to wait for this worker"""
         self._in_time: Callable[[], None] | None = None
-        self._takeover: Takeover | None = None
+        self._takeover: CatchUp | None = None
         self._healing = False
         """its state was not that of the others, and it is taking theirs over"""
         self._asked_state: int | None = None
@@ -186,13 +186,13 @@ class Eras:
 
     # -- past calls, enlisting
 
-    def past_call(self, index: int) -> Past | None:
+    def past_call(self, index: int) -> FinishedPhase | None:
         """How the script's call number ``index`` ended, as far as the coordinator knew when this worker came."""
         past = self.place.link.mailbox.welcome.past
         if index >= len(past):
             return None
         found = past[index]
-        return Past(Kind[found.task.upper()], found.epoch, found.result, results=found.results)
+        return FinishedPhase(Kind[found.task.upper()], found.epoch, found.result, results=found.results)
 
     def last_past_epoch(self) -> int:
         """The last epoch of which the coordinator knew a finished call."""
@@ -221,7 +221,7 @@ class Eras:
             self.place.link.leaving(reason)
             self._in_time = self._overdue()
 
-    def progress(self, group: Group, standing: Standing, now_s: float, at: At, *, ending: bool) -> None:
+    def progress(self, group: GroupState, standing: Standing, now_s: float, at: LoopPoint, *, ending: bool) -> None:
         """Note how far the main loop is; the link's thread tells it."""
         self.place.link.position = self.loop.noted(
             self.place.me, group, standing, now_s, holds_all=self.holds_all, at=at, ending=ending
@@ -230,7 +230,7 @@ class Eras:
     # -- handing on
 
     def serve(
-        self, training: Training, group: Group, restored: Mapping[str, Any] | None, *, swapped: bool = False
+        self, training: Training, group: GroupState, restored: Mapping[str, Any] | None, *, swapped: bool = False
     ) -> None:
         """Give newcomers what they asked for, as of now; ``restored``: the user's state that is yet to be installed.
 
@@ -294,21 +294,21 @@ class Eras:
         """A planned era will have this worker in it: ask for the state that it begins with, while its group forms."""
         self._taking(training).expect(plan.addresses[plan.donor], plan.era)
 
-    def take_over(self, training: Training, group: Group, seat: Seat, *, keep: bool) -> None:
+    def take_over(self, training: Training, group: GroupState, seat: FormedGroup, *, keep: bool) -> None:
         """Begin (or, with ``keep``, go on) to take the state over from the active members of the era."""
         self._taking(training).restart(self._donors(group, seat), group.era, group.exchange, keep=keep)
 
-    def _taking(self, training: Training) -> Takeover:
+    def _taking(self, training: Training) -> CatchUp:
         if self._takeover is None:
-            self._takeover = Takeover(training, self._carried, self._connect, say=self._say)
+            self._takeover = CatchUp(training, self._carried, self._connect, say=self._say)
         return self._takeover
 
-    def trust_own_state(self, group: Group, *, was_active: bool) -> None:
+    def trust_own_state(self, group: GroupState, *, was_active: bool) -> None:
         """A new era begins with ``group``. Where nobody else computed, nobody has a newer user's state to ask for."""
         held = self._own_is_newest or (was_active and self.holds_all)
         self._own_is_newest = held and set(_active(group)) <= {self.place.me}
 
-    def go_on(self, group: Group, seat: Seat, *, knows_best: bool) -> None:
+    def go_on(self, group: GroupState, seat: FormedGroup, *, knows_best: bool) -> None:
         """An era has begun while something is still to come: ask those who are in it.
 
         ``knows_best``: of all who are left this worker is the donor, whatever it lacks.
@@ -328,14 +328,14 @@ class Eras:
             self._asked_state = None
             self._takeover.restart(donors, group.era, group.exchange, keep=True)
 
-    def _donors(self, group: Group, seat: Seat) -> list[str]:
+    def _donors(self, group: GroupState, seat: FormedGroup) -> list[str]:
         """The addresses of those who hold the state, the era's donor first."""
         standings = dict(zip(group.roster, group.standings, strict=True))
         first = seat.roster[seat.donor]
         donors = sorted(_holders(group), key=lambda worker: (standings[worker] is Standing.LEAVING, worker != first))
         return [seat.addresses[worker] for worker in donors if worker in seat.addresses and worker != self.place.me]
 
-    def _others_computing(self, group: Group) -> list[str]:
+    def _others_computing(self, group: GroupState) -> list[str]:
         """The addresses of all others that compute now."""
         others = [worker for worker in _active(group) if worker != self.place.me]
         return [self._addresses[worker] for worker in others if worker in self._addresses]
@@ -378,11 +378,11 @@ class Eras:
         if self._takeover is not None:
             self._takeover.note_drain(exchange)
 
-    def entered(self, seat: Seat) -> None:
+    def entered(self, seat: FormedGroup) -> None:
         """An era has begun."""
         self._addresses = seat.addresses
 
-    def fell_behind(self, training: Training, before: Group, group: Group, *, leaving: bool) -> None:
+    def fell_behind(self, training: Training, before: GroupState, group: GroupState, *, leaving: bool) -> None:
         """The script's code for an update runs on those who computed in ``before``, and not here: ask one of them.
 
         Whoever does not hold the state in ``group``, that of now, does not run it either: an era has ended meanwhile.
@@ -397,10 +397,10 @@ class Eras:
         donors = [self._addresses[worker] for worker in computing if worker in self._addresses]
         if donors and self.place.me not in computing:
             self._own_is_newest = False
-            self._takeover = Takeover(training, self._carried, self._connect, tensors=False)
+            self._takeover = CatchUp(training, self._carried, self._connect, tensors=False)
             self._takeover.restart(donors, group.era, group.exchange, keep=True)
 
-    def heal(self, training: Training, group: Group, donor: int) -> None:
+    def heal(self, training: Training, group: GroupState, donor: int) -> None:
         """This worker's state is not that of the others: begin anew, in the same era, with ``donor``'s."""
         self._drop_takeover()
         first = self._addresses.get(group.roster[donor])
@@ -408,7 +408,7 @@ class Eras:
         self._taking(training).restart(addresses, group.era, group.exchange, keep=False)
         self._healing = True
 
-    def refuse(self, group: Group) -> None:
+    def refuse(self, group: GroupState) -> None:
         """While this worker is healed: who waits for its state asks somebody else."""
         if not self._healing:
             return
@@ -444,7 +444,7 @@ class Eras:
             last = {number: state for number, state in self._kept.items() if number == exchange - 1}
             self._kept = {**last, exchange: catch_up.users_state_of(self._carried)}
 
-    def users_state_arrived(self, group: Group, left: str | None) -> bool:
+    def users_state_arrived(self, group: GroupState, left: str | None) -> bool:
         """Whether the user's state is here, and installed; ``left``: as it was at the end of that call."""
         if self._takeover is None:
             return True
@@ -471,7 +471,7 @@ class Eras:
         """Somebody has just begun to compute, and is to begin with this update, too: keep what it asks for."""
         self._before_hooks = catch_up.before_hooks_of(exchange), catch_up.users_state_of(self._carried)
 
-    def state_before_hooks_arrived(self, group: Group, exchange: int) -> bool:
+    def state_before_hooks_arrived(self, group: GroupState, exchange: int) -> bool:
         """Whether the user's state of that moment is here, and installed."""
         if self._takeover is None or self._own_is_newest:
             self._drop_takeover()

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pliant.tensors.gradients import Buffer
+from pliant.tensors.gradients import FlatGradients
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class KeptRound:
 
     exchange: int
     gradients: dict[int, Tensor]
-    kept: Buffer | None
+    kept: FlatGradients | None
     """the whole buffer, where all of it is needed"""
     size: int
     """bytes of gradients"""
@@ -46,7 +46,7 @@ class KeptResult:
 
 
 @dataclass(slots=True)
-class Request:
+class PortionRequest:
     """A request under way."""
 
     as_of: int

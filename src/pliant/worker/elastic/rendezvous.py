@@ -47,7 +47,7 @@ class Evicted(Exception):
     """This worker was taken off the roster; it may come back as a newcomer."""
 
 
-class Link(Protocol):
+class CoordinatorLink(Protocol):
     """The line to the coordinator (``control.link.Link``, or a simulated one)."""
 
     mailbox: Mailbox
@@ -74,8 +74,8 @@ class Link(Protocol):
     def close(self) -> None: ...
 
 
-class Forming(Protocol):
-    """A group on its way (``tensors.process_group.gloo.Forming``)."""
+class PendingGroup(Protocol):
+    """A group on its way (``tensors.process_group.gloo.FormingGroup``)."""
 
     over: bool
 
@@ -85,7 +85,7 @@ class Forming(Protocol):
     def abandon(self) -> None: ...
 
 
-class Seat(msgspec.Struct, frozen=True):
+class FormedGroup(msgspec.Struct, frozen=True):
     """A place in a formed group."""
 
     channel: Any
@@ -105,16 +105,16 @@ class Seat(msgspec.Struct, frozen=True):
     """with these: the last one whose number was used"""
 
 
-Form = Callable[[int, int, int], Forming]
+Form = Callable[[int, int, int], PendingGroup]
 """(attempt, place, members) -> the group, being formed"""
 
 
-class Place:
+class Rendezvous:
     """Between the coordinator's word and the worker's loop."""
 
     def __init__(
         self,
-        link: Link,
+        link: CoordinatorLink,
         form: Form,
         signature: Signature,
         address: str,
@@ -130,12 +130,12 @@ class Place:
         self._clock = clock
         self._sleep = sleep
         self._planned: EraPlan | None = None
-        self._forming: Forming | None = None
+        self._forming: PendingGroup | None = None
         self._left_out = False
         self._lock = threading.Lock()
-        self._early: tuple[EraPlan, Forming] | None = None
+        self._early: tuple[EraPlan, PendingGroup] | None = None
         """begun by the link's thread, not taken up yet"""
-        self._left: tuple[Broken, Forming] | None = None
+        self._left: tuple[Broken, PendingGroup] | None = None
         """the same for those who are left of an era that is over"""
         self._said: tuple[int, bool, bool] | None = None
         """what this worker said of itself when it stopped last: exchange, active, whole"""
@@ -243,7 +243,7 @@ class Place:
         if left is not None:
             left[1].abandon()
 
-    def _formed_for(self, word: EraPlan | EraStart | Broken) -> Forming:
+    def _formed_for(self, word: EraPlan | EraStart | Broken) -> PendingGroup:
         return self._form(word.attempt, word.roster.index(self.me), len(word.roster))
 
     def _give_up_plan(self, for_: EraPlan | None = None) -> None:
@@ -258,7 +258,7 @@ class Place:
         if early is not None:
             early[1].abandon()
 
-    def taken_up(self, number: tuple[int, int]) -> Seat | None:
+    def taken_up(self, number: tuple[int, int]) -> FormedGroup | None:
         """The seat in the planned era that has just begun; None: this worker is not in it any more."""
         plan, forming = self._planned, self._forming
         if plan is None or (plan.term, plan.era) != number:
@@ -272,7 +272,7 @@ class Place:
             channel = forming.result()
         except (RuntimeError, TimeoutError, OSError) as error:
             raise EraBroken(f"the group of era {plan.era} could not be formed: {error}") from error
-        return Seat(channel, plan.era, roster, plan.roster.index(plan.donor), plan.addresses)
+        return FormedGroup(channel, plan.era, roster, plan.roster.index(plan.donor), plan.addresses)
 
     # -- without an era
 
@@ -292,7 +292,7 @@ class Place:
         exchange, active, whole = self._said or (at.exchange, at.active, True)
         self.stop(era, exchange, active=active, whole=whole, failed=failed)
 
-    def next_seat(self, era: int, expect: Callable[[EraPlan], None]) -> Seat:
+    def next_seat(self, era: int, expect: Callable[[EraPlan], None]) -> FormedGroup:
         """Wait for an era after ``era`` that has a place for this worker, and form its group.
 
         ``expect`` is told of a planned one before that.
@@ -322,11 +322,11 @@ class Place:
             roster = tuple(WorkerId(name) for name in start.roster)
             donor = start.roster.index(start.donor)
             if isinstance(start, EraPlan):
-                return Seat(channel, start.era, roster, donor, start.addresses, -1)
-            seat = Seat(channel, start.era, roster, donor, start.addresses, start.exchange, start.records)
+                return FormedGroup(channel, start.era, roster, donor, start.addresses, -1)
+            seat = FormedGroup(channel, start.era, roster, donor, start.addresses, start.exchange, start.records)
             return replace(seat, checkpoints=tuple(start.checkpoints), round=start.round)
 
-    def _begun(self, start: EraStart | EraPlan) -> Forming | None:
+    def _begun(self, start: EraStart | EraPlan) -> PendingGroup | None:
         """The group of those who are left, if that is who the era is for."""
         with self._lock:
             left, self._left = self._left, None
@@ -362,7 +362,7 @@ class Place:
                 return plan
             self._sleep(_POLL_S)
 
-    def _formed(self, forming: Forming, era: int) -> Any:
+    def _formed(self, forming: PendingGroup, era: int) -> Any:
         """Wait for a group; gives it up when its era is over before it began."""
         deadline_s = self._clock() + _FORM_S
         try:
@@ -380,7 +380,7 @@ class Place:
             raise
 
 
-def _error_of(forming: Forming) -> Exception:
+def _error_of(forming: PendingGroup) -> Exception:
     """Why a group could not be formed."""
     try:
         forming.result()

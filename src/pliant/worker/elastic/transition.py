@@ -14,30 +14,30 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from pliant.core import regrouping
-from pliant.core.group_state import Group, Past, Standing, founded
+from pliant.core.group_state import FinishedPhase, GroupState, Standing, founded
 from pliant.core.regrouping import Entry
 from pliant.core.tickets import Flag, Kind
 from pliant.errors import Left, RunEnded
-from pliant.worker.checkpoint_schedule import Checkpoints
-from pliant.worker.collectives import Answer, Channels, reached
+from pliant.worker.checkpoint_schedule import CheckpointSchedule
+from pliant.worker.collectives import Answer, Collectives, reached
 from pliant.worker.elastic import eras as changes
-from pliant.worker.elastic.eras import Eras, Handed
-from pliant.worker.elastic.rendezvous import EraBroken, Evicted, Seat
-from pliant.worker.poll import LOOK_S, Lookout
-from pliant.worker.progress import At
-from pliant.worker.script.calls import Opening
-from pliant.worker.worker_state import Member
+from pliant.worker.elastic.eras import Eras, GroupSnapshot
+from pliant.worker.elastic.rendezvous import EraBroken, Evicted, FormedGroup
+from pliant.worker.poll import LOOK_S, Poller
+from pliant.worker.progress import LoopPoint
+from pliant.worker.script.calls import ScriptCall
+from pliant.worker.worker_state import WorkerState
 
 # How long a worker that goes stays for those who have yet to learn that its last exchange was settled.
 _FAREWELL_S = 1.0
 _PAST_IT = "the run has gone back to a checkpoint, and this script is past it"
 
 
-class Crossing:
+class EraTransition:
     """One worker's way through the eras."""
 
     def __init__(
-        self, member: Member, eras: Eras, channels: Channels, lookout: Lookout, checkpoints: Checkpoints
+        self, member: WorkerState, eras: Eras, channels: Collectives, lookout: Poller, checkpoints: CheckpointSchedule
     ) -> None:
         self._member = member
         self._eras = eras
@@ -56,7 +56,7 @@ class Crossing:
             self._eras.place.enlist(None)
             self._enter_next()
 
-    def become_member(self, call: Opening) -> Past | None:
+    def become_member(self, call: ScriptCall) -> FinishedPhase | None:
         """A newcomer enlists with the first call that is not past; earlier ones have an answer already."""
         if self._eras.enlisted:
             return None
@@ -66,7 +66,7 @@ class Crossing:
             self._enlist(call)
         return past
 
-    def _enlist(self, call: Opening) -> None:
+    def _enlist(self, call: ScriptCall) -> None:
         self._eras.enlist(self._member.script.calls, call.kind.name.lower(), call.samples.length)
         self._enter_next()
 
@@ -174,7 +174,7 @@ class Crossing:
         eras, training = self._eras, self._member.training
         era = self._member.group.era
         while True:
-            self._lookout.progress(At.WAITING)
+            self._lookout.progress(LoopPoint.WAITING)
             seat = eras.place.next_seat(era, lambda plan: eras.expect(training, plan))
             try:
                 self._enter(seat)
@@ -186,7 +186,7 @@ class Crossing:
                 if not eras.place.is_void(era):
                     self._stop(era, str(broken))
 
-    def _enter(self, seat: Seat) -> None:
+    def _enter(self, seat: FormedGroup) -> None:
         """Agree with the others of a new era on where it begins."""
 
         def look() -> None:
@@ -220,7 +220,7 @@ class Crossing:
         else:
             self._eras.go_on(group, seat, knows_best=donor)
 
-    def _begin(self, seat: Seat, look: Callable[[], None]) -> None:
+    def _begin(self, seat: FormedGroup, look: Callable[[], None]) -> None:
         """Nobody has done anything yet: all begin with the leader's state."""
         if self._beyond:
             raise RunEnded("the run begins anew, and this script is past its beginning")
@@ -233,7 +233,7 @@ class Crossing:
         member.witness.joined(seat.records)
         self._entered(seat, None)
 
-    def _rewind(self, seat: Seat) -> None:
+    def _rewind(self, seat: FormedGroup) -> None:
         """Nobody holds the state, and this worker was asked to read a checkpoint."""
         if self._beyond:
             raise RunEnded(_PAST_IT)
@@ -242,7 +242,7 @@ class Crossing:
         member.witness.joined(seat.records)
         member.witness.rewound(manifest.name, manifest.records, member.me, member.group.round)
 
-    def _handed_round(self, seat: Seat, look: Callable[[], None], *, donor: bool) -> Handed:
+    def _handed_round(self, seat: FormedGroup, look: Callable[[], None], *, donor: bool) -> GroupSnapshot:
         """The state that all enter the era with: the donor's."""
         known = self._known(seat, look) if seat.exchange >= 0 else 0
         if not donor:
@@ -256,28 +256,28 @@ class Crossing:
         reached(lambda: seat.channel.tell(changes.encoded(handed, known), seat.donor))
         return handed
 
-    def _known(self, seat: Seat, look: Callable[[], None]) -> int:
+    def _known(self, seat: FormedGroup, look: Callable[[], None]) -> int:
         """How many of the script's calls everybody knows: those need not travel."""
         mine = changes.packed_count(self._member.group.past)
         return min(changes.unpacked_count(data) for data in self._gathered(seat, look, mine))
 
-    def _is_at(self, group: Group) -> bool:
+    def _is_at(self, group: GroupState) -> bool:
         """Whether this worker has missed nothing of what ``group`` has done."""
         mine = self._member.group
         return mine.exchange == group.exchange and mine.era == group.era
 
-    def _entries(self, seat: Seat, look: Callable[[], None], *, active: bool) -> list[Entry]:
+    def _entries(self, seat: FormedGroup, look: Callable[[], None], *, active: bool) -> list[Entry]:
         """What everybody brings along."""
         mine = changes.packed_entry(self._member.work.entry(active=active))
         return [changes.unpacked_entry(data) for data in self._gathered(seat, look, mine)]
 
-    def _gathered(self, seat: Seat, look: Callable[[], None], mine: bytes) -> list[bytes]:
+    def _gathered(self, seat: FormedGroup, look: Callable[[], None], mine: bytes) -> list[bytes]:
         summation = reached(lambda: seat.channel.gather(mine))
         while not summation.wait(LOOK_S):
             look()
         return _heard(summation.tickets)
 
-    def _begin_anew(self, handed: Handed, depth: int, *, keep: bool) -> None:
+    def _begin_anew(self, handed: GroupSnapshot, depth: int, *, keep: bool) -> None:
         """This worker does not hold the state that the era begins with: nothing it has computed is of use.
 
         ``keep``: it has missed nothing. Its journal lines may be the last copies, and there may be nobody to ask.
@@ -294,7 +294,7 @@ class Crossing:
         if not member.script.is_at(member.group):
             member.work.drawn_since_update = False
 
-    def _entered(self, seat: Seat, entries: Sequence[Entry] | None) -> None:
+    def _entered(self, seat: FormedGroup, entries: Sequence[Entry] | None) -> None:
         member, eras = self._member, self._eras
         member.witness.era(member.group, entries, sends=seat.roster[seat.donor] == member.me)
         eras.entered(seat)

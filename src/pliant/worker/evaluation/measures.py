@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pliant.core import evaluation
-from pliant.core.group_state import Past
+from pliant.core.group_state import FinishedPhase
 from pliant.core.tickets import Sums
 from pliant.errors import UsageError
 from pliant.worker.evaluation import predictions
@@ -40,7 +40,7 @@ class Unknown(float):
         return math.nan
 
 
-def result_of(past: Past | None) -> float | dict[str, float]:
+def result_of(past: FinishedPhase | None) -> float | dict[str, float]:
     """What ``evaluate`` returns: the mean, or each by its name; NaN for one that is undefined."""
     if past is not None and past.results is not None:
         return {name: math.nan if mean is None else mean for name, mean in past.results.items()}

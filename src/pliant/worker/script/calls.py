@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from pliant.core.group_state import Group, Past
+from pliant.core.group_state import FinishedPhase, GroupState
 from pliant.core.tickets import Kind
 
 
-class Samples(Protocol):
+class CallSamples(Protocol):
     """What a call goes over. Looked at only where the group is not past the call: it may take long to make."""
 
     @property
@@ -37,21 +37,21 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class ScriptCall:
     """One call of ``batches`` or ``evaluate``."""
 
     kind: Kind
     epoch: int
-    samples: Samples
+    samples: CallSamples
     size: int
     ahead: int
 
 
-class Script:
+class ScriptPosition:
     """One worker's calls, outermost first."""
 
     def __init__(self) -> None:
-        self.stack: list[Opening] = []
+        self.stack: list[ScriptCall] = []
         """the calls that the script is in"""
         self.calls = 0
         """top-level calls that it has left"""
@@ -77,7 +77,7 @@ class Script:
         return f"{self.calls}.{self._nested}"
 
     @property
-    def innermost(self) -> Opening | None:
+    def innermost(self) -> ScriptCall | None:
         return self.stack[-1] if self.stack else None
 
     @property
@@ -85,7 +85,7 @@ class Script:
         """Whether the innermost call is made in the body of a loop whose phase has ended."""
         return self.depth > 1 and self._ended_inside is not None
 
-    def enters(self, call: Opening, group: Group) -> None:
+    def enters(self, call: ScriptCall, group: GroupState) -> None:
         """The script makes a call."""
         if self.stack and group.open and not self._calls_in_body and self._ended_inside is None:
             # Those before it may have been opened and ended without this worker.
@@ -120,7 +120,7 @@ class Script:
 
     # -- beside the group
 
-    def past(self, group: Group) -> Past | None:
+    def past(self, group: GroupState) -> FinishedPhase | None:
         """How the innermost call ended, if the group has left it."""
         nested = self.depth > 1
         if self.calls < len(group.past):
@@ -131,12 +131,12 @@ class Script:
                     return call.inner[made]
                 if self.calls + 1 == len(group.past):
                     return None
-            return Past(Kind.EVALUATE, call.epoch) if nested else call.past
+            return FinishedPhase(Kind.EVALUATE, call.epoch) if nested else call.past
         if nested and group.open and self._nested < len(group.open[0].nested):
             return group.open[0].nested[self._nested]
         return None
 
-    def phase(self, group: Group) -> int | None:
+    def phase(self, group: GroupState) -> int | None:
         """The number of the phase that the innermost call is in, if the group has opened it."""
         open_ = group.open
         if self.is_in_ended_loop:
@@ -145,25 +145,25 @@ class Script:
             return None
         return open_[self.depth - 1].number
 
-    def is_beyond(self, group: Group) -> bool:
+    def is_beyond(self, group: GroupState) -> bool:
         """Whether the script has left calls that the group is still to make: the run has gone back to a checkpoint."""
         return self.calls > len(group.past)
 
-    def is_behind(self, group: Group) -> bool:
+    def is_behind(self, group: GroupState) -> bool:
         """Whether the script runs code between two calls that the group has run already."""
         opened = bool(group.open) and not group.open[0].inner
         return not self.stack and self.calls < len(group.past) + opened
 
-    def is_passed(self, group: Group) -> bool:
+    def is_passed(self, group: GroupState) -> bool:
         """Whether the group is in a later call than the top-level one that the script is in: it will come to that."""
         opened = bool(group.open) and not group.open[0].inner
         return len(group.past) + opened > self.calls + 1
 
-    def is_at(self, group: Group) -> bool:
+    def is_at(self, group: GroupState) -> bool:
         """Whether the script is where the group is."""
         return self.depth == len(group.open) and self.phase(group) is not None
 
 
-def top_level_calls(group: Group) -> int:
+def top_level_calls(group: GroupState) -> int:
     """How many calls the group has left that every script makes, whether it was in the loops or not."""
     return len(group.past)

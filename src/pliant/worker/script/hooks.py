@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from pliant.core.group_state import Group
+from pliant.core.group_state import GroupState
 from pliant.core.rounds import Settled
 from pliant.errors import UsageError
 from pliant.types import WorkerId
-from pliant.worker.checkpoint_schedule import Checkpoints
-from pliant.worker.poll import Lookout
+from pliant.worker.checkpoint_schedule import CheckpointSchedule
+from pliant.worker.poll import Poller
 from pliant.worker.training import Training
-from pliant.worker.worker_state import Member
+from pliant.worker.worker_state import WorkerState
 
 _CHANGED = (
     "a function of on_update has changed the weights: workers that are just taking the state over would not follow; "
@@ -56,7 +56,7 @@ OnUpdate = Callable[[Update], Any]
 OnRoster = Callable[[tuple[WorkerId, ...], tuple[WorkerId, ...]], Any]
 
 
-def told(outcome: Settled, group: Group, grad_norm: float, rates: tuple[float, ...]) -> Update:
+def told(outcome: Settled, group: GroupState, grad_norm: float, rates: tuple[float, ...]) -> Update:
     """What is told of an update that led to ``group``."""
     return Update(
         round=outcome.round,
@@ -127,7 +127,7 @@ class ReplayedHooks(Registered):
 class Hooks(Registered):
     """Those of a worker, and when they are called."""
 
-    def __init__(self, member: Member, lookout: Lookout, checkpoints: Checkpoints) -> None:
+    def __init__(self, member: WorkerState, lookout: Poller, checkpoints: CheckpointSchedule) -> None:
         super().__init__(member.training)
         self._member = member
         self._lookout = lookout

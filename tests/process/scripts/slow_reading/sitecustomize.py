@@ -20,9 +20,9 @@ HOLD_EVERY_S = 0.1
 def read_slowly() -> None:
     from pliant.coordinator import service
     from pliant.coordinator.journal import JournalFile
-    from pliant.coordinator.waiting_room import Antechamber
+    from pliant.coordinator.waiting_room import WaitingRoom
 
-    reopened, hold, told = JournalFile.reopened, Antechamber.hold, []
+    reopened, hold, told = JournalFile.reopened, WaitingRoom.hold, []
 
     def slowly(*given, **named):
         Path("reading").touch()
@@ -36,7 +36,7 @@ def read_slowly() -> None:
         if told[-1] - told[0] > AWAY_S + 2 * ANSWER_S:
             Path("patience-over").touch()
 
-    service.HOLD_EVERY_S, JournalFile.reopened, Antechamber.hold = HOLD_EVERY_S, slowly, counted
+    service.HOLD_EVERY_S, JournalFile.reopened, WaitingRoom.hold = HOLD_EVERY_S, slowly, counted
 
 
 def be_impatient() -> None:
