@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from pages import README, ROOT, commands, options
+from pages import ROOT, commands, options
 
 import pliant
 from pliant.environment import Job, environment_of
@@ -85,12 +85,6 @@ def test_only_the_bound_of_the_norm_can_be_set() -> None:
 def test_join_has_few_keywords() -> None:
     assert len(KEYWORDS) + len(SEAMS) <= MOST_KEYWORDS
     assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in KEYWORDS.values())
-
-
-@pytest.mark.parametrize("name", pliant.__all__)
-def test_each_name_is_in_the_readme(name: str) -> None:
-    # Written as code: ``Run`` and ``join`` are also words.
-    assert re.search(rf"(pliant\.|`){name}\b", README.read_text()), f"README does not mention pliant.{name}"
 
 
 def section(heading: str) -> str:
