@@ -45,6 +45,23 @@ KEPT_PROCESSES: list[Habits] = [
         events=(Event(at=6, what="break"),),
         faults=(WorkerFault(at=11, worker=0), WorkerFault(at=7, worker=1, signal="term")),
     ),
+    # A checkpoint between a change of the trained set and its taking effect: who went on from it never made the change.
+    Habits(
+        model="branch",
+        optimizer="adamw",
+        samples=111,
+        epochs=3,
+        steps=18,
+        batch=7,
+        sizes=(4, 3, 6),
+        paces=(1.0, 1.0, 0.25),
+        delay="auto",
+        schedule="epoch",
+        evaluates=True,
+        events=(Event(at=8, what="unfreeze"),),
+        faults=tuple(Fault(at=12, worker=worker) for worker in range(3)),
+        checkpoints=True,
+    ),
 ]
 """as real processes"""
 

@@ -98,6 +98,8 @@ class CheckpointSchedule:
         if self.users_state is not None and self._member.script.calls >= self._call:
             restored, self.users_state = self.users_state, None
             install_state(self._carried["state"], restored)
+            # Together with it: which layers its code had frozen and unfrozen by then.
+            self._member.training.settle_set()
 
     def forget(self) -> None:
         """This worker does not hold the state any more."""
