@@ -38,11 +38,9 @@ check-lot-1: check-style
 check-lot-%: venv
 	$(BIN)/python tests/lots.py $* $(words $(LOTS))
 
-# How long every part of the tests takes, as tests/lots.py wants to know it: on a machine that does nothing else.
+# How long every part of the last `make test` took, as tests/lots.py wants to know it.
 seconds: venv
-	$(BIN)/python -m pytest --junitxml=.pytest_cache/others.xml --ignore=tests/process
-	$(BIN)/python -m pytest --junitxml=.pytest_cache/process.xml tests/process
-	$(BIN)/python tests/lots.py .pytest_cache/others.xml .pytest_cache/process.xml
+	$(BIN)/python tests/lots.py .pytest_cache/lot-*.xml
 
 # Long searches: fresh seeds of the simulator, drawn training scripts (RUNS: as real processes), hostile input, everything
 # that is marked soak. What fails prints the command that repeats it. SEEDS=200000 INPUTS=1000000 for a night.
