@@ -59,7 +59,7 @@ KEPT_PROCESSES: list[Habits] = [
         schedule="epoch",
         evaluates=True,
         events=(Event(at=8, what="unfreeze"),),
-        faults=tuple(Fault(at=12, worker=worker) for worker in range(3)),
+        faults=tuple(WorkerFault(at=12, worker=worker) for worker in range(3)),
         checkpoints=True,
     ),
 ]
