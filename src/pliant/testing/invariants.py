@@ -66,7 +66,7 @@ class Checker:
         """the user's state has gone with the last worker that had it"""
         self._updates: dict[tuple[int, int], tuple[str, object]] = {}
         """by era and round: who followed its update first, and with which weights and buffers"""
-        self._leaders: dict[int, str] = {}
+        self._leaders: dict[tuple[int, str], str] = {}
         """by round: who has printed and written for it"""
         self._flipped: set[str] = set()
         """whose weights were changed"""
@@ -101,10 +101,13 @@ class Checker:
 
     # -- workers
 
-    def led(self, name: str, round_: int) -> None:
-        """A script has seen an update, and is the one that prints and writes for it."""
-        first = self._leaders.setdefault(round_, name)
-        self.require(first == name, f"{first} and {name} both lead at round {round_}")
+    def led(self, name: str, round_: int, where: str) -> None:
+        """A script has seen an update ``where`` it looks for one, and is the one that prints and writes for it there.
+
+        A leader that leaves in an ``evaluate`` in between is followed by another one in what comes after it.
+        """
+        first = self._leaders.setdefault((round_, where), name)
+        self.require(first == name, f"{first} and {name} both lead at round {round_}, {where}")
 
     def passed(self, link: VirtualLink, group: GroupState, training: VirtualTraining, what: str) -> None:
         """A worker has settled an exchange, or entered an era."""
@@ -249,7 +252,7 @@ class Checker:
     def died(self, name: str) -> None:
         """While it said goodbye, if it had come to its end: the script has not gone on, and the run may."""
         # What it did for a round that was lost with everybody is done again.
-        self._leaders = {round_: leader for round_, leader in self._leaders.items() if leader != name}
+        self._leaders = {at: leader for at, leader in self._leaders.items() if leader != name}
         dead = [end for end in self._ends if end[0] == name]
         self._ends = [*dead, *(end for end in self._ends if end[0] != name)]
         self._dead += len(dead)

@@ -534,7 +534,7 @@ class VirtualScript:
             worker.contribute(count, count, self._backward(epoch, positions), whole=True)
             updated = worker.step()
             if updated and worker.leads:
-                self.simulation.checker.led(self.name, worker.group.round)
+                self.simulation.checker.led(self.name, worker.group.round, "after a step")
             if not self.scene.saves_there:
                 self._save()
             if updated:
@@ -567,7 +567,7 @@ class VirtualScript:
         checker.updated(self.name, self.training, self._worker.group)
         self._change_set(update.updates)
         if self._worker.leads:
-            checker.led(self.name, update.round)
+            checker.led(self.name, update.round, "on its update")
         if self.scene.saves_there:
             self._save()
         every = self.scene.evaluates
