@@ -272,14 +272,14 @@ def test_all_are_in_their_own_code_in_mid_loop(launch: Launcher) -> None:
     """Who comes back first has only just begun to wait, however long the others have been away: see each limit."""
     run = launch(
         """
-        with pliant.join(model, optimizer, batch=16, dead_after=4.0) as run:
+        with pliant.join(model, optimizer, batch=16, dead_after=10.0) as run:
             # The second epoch has four updates, too: by its second one a usual step is known.
             for epoch in run.epochs(3):
                 for x, y in run.batches(samples, 2):
                     step(run, x, y)
                     if run.updates >= 6 and once("away " + SLOT):
                         until(*(f"away w{number}" for number in range(4)))
-                        time.sleep(8.0 + 0.5 * int(SLOT[1:]))
+                        time.sleep(14.0 + 0.5 * int(SLOT[1:]))
                         print("back", SLOT, PID, run.updates, flush=True)
             print("ended", SLOT, PID, run.updates, flush=True)
         """,
