@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from running import Launcher, gone, processes_in
+from prepared import Nursery
+from running import Launcher, gone, plain_environment, processes_in
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,10 +22,29 @@ def _quick_processes() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Callable[[], Nursery]]:
+    """The process that others are forked from, started when it is first asked for."""
+    made: list[Nursery] = []
+
+    def get() -> Nursery:
+        if not made:
+            made.append(Nursery(plain_environment()))
+        return made[0]
+
+    yield get
+    for each in made:
+        each.close()
+
+
 @pytest.fixture
-def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launcher]:
-    """Starts runs in one directory; a module's PRELUDE is put before all its scripts."""
-    launcher = Launcher(tmp_path, getattr(request.module, "PRELUDE", ""))
+def launch(tmp_path: Path, request: pytest.FixtureRequest, nursery: Callable[[], Nursery]) -> Iterator[Launcher]:
+    """Starts runs in one directory; a module's PRELUDE is put before all its scripts.
+
+    A module with PREPARED = False is about how processes begin: its own are executed anew.
+    """
+    prepared = getattr(request.module, "PREPARED", True) and sys.platform == "linux"
+    launcher = Launcher(tmp_path, getattr(request.module, "PRELUDE", ""), nursery if prepared else None)
     yield launcher
     killed = [run.close() for run in launcher.runs]
     if any(killed):

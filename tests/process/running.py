@@ -13,11 +13,12 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prepared import Nursery, PreparedProcess
 
 import pliant
 from pliant.core.journal import records as journal
@@ -77,16 +78,24 @@ def heard_here() -> Iterator[None]:
 class Running:
     """A ``pliant run`` whose output is read line by line."""
 
-    def __init__(self, command: list[str], directory: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self, command: list[str], directory: Path, environment: dict[str, str], nursery: Nursery | None = None
+    ) -> None:
+        """``nursery``: the command is Python's, and the process is forked instead of executed."""
         self.directory = directory
-        self.process = subprocess.Popen(
-            hearing(command),
-            cwd=directory,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**plain_environment(), **environment},
-        )
+        found = {**plain_environment(), **environment}
+        self.process: subprocess.Popen[str] | PreparedProcess
+        if nursery is not None:
+            self.process = nursery.popen(command[1:], directory, found)
+        else:
+            self.process = subprocess.Popen(
+                hearing(command),
+                cwd=directory,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=found,
+            )
         self.lines: list[str] = []
         self._queue: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read)
@@ -143,8 +152,10 @@ class Running:
 class Launcher:
     """Starts runs in one directory and ends what a failed test leaves."""
 
-    def __init__(self, directory: Path, prelude: str = "") -> None:
+    def __init__(self, directory: Path, prelude: str = "", nursery: Callable[[], Nursery] | None = None) -> None:
+        """``nursery`` makes one, or gives the one there is; None: every process is executed anew."""
         self.directory = directory
+        self._nursery = nursery
         self.prelude = prelude
         """put before every script"""
         self.runs: list[Running] = []
@@ -159,7 +170,11 @@ class Launcher:
 
     def python(self, *words: str, **environment: str) -> Running:
         """Start an interpreter in the same directory."""
-        run = Running([sys.executable, *words], self.directory, environment)
+        nursery = None if self._nursery is None else self._nursery()
+        # A path of its own is for a sitecustomize, which only a new interpreter loads.
+        if nursery is not None and {**plain_environment(), **environment}["PYTHONPATH"] != nursery.path:
+            nursery = None
+        run = Running([sys.executable, *words], self.directory, environment, nursery)
         self.runs.append(run)
         return run
 
@@ -183,12 +198,21 @@ def _is_in(entry: Path, directory: Path) -> bool:
 
 def coordinator_of(run: Running) -> int:
     """The process of the run's coordinator."""
-    (found,) = [
-        pid
-        for pid in processes_in(run.directory)
-        if b"pliant.launch.coordinator_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    (found,) = coordinators_in(run.directory)
     return found
+
+
+def coordinators_in(directory: Path) -> list[int]:
+    """Live processes of coordinators whose working directory it is."""
+    return [pid for pid in processes_in(directory) if b"pliant.launch.coordinator_process" in _command_line(pid)]
+
+
+def _command_line(pid: int) -> bytes:
+    """Nothing, if the process has ended meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def remove(directory: Path) -> None:

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 import pytest
-from running import LIMIT_S, Launcher, Running, gone, heard_here, processes_in
+from running import LIMIT_S, Launcher, Running, coordinator_of, gone, heard_here, processes_in
 from test_launch import PRELUDE as PRELUDE_OF_MEMBERS
 from websockets.asyncio.server import Server, ServerConnection, serve
 
@@ -408,14 +408,6 @@ def started(launch: Launcher, workers: int = 2) -> Running:
     run = launch(TRAINS, workers=workers)
     run.until("trains", times=workers)
     return run
-
-
-def coordinator_of(run: Running) -> int:
-    """Its pid: the one process of the run that is neither the launcher nor a worker."""
-    for pid in processes_in(run.directory):
-        if b"pliant.launch.coordinator_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return pid
-    raise AssertionError("there is no coordinator")
 
 
 def journaled(run: Running, text: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 from running import QUICK, Launcher
 
 pytestmark = pytest.mark.slow
+PREPARED = False
 
 MOST_MB = 200
 """What a worker may grow by from `join` to its end. A table of the positions takes 8,000."""

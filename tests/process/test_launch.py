@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -19,6 +20,7 @@ from pliant.core.journal import records as journal
 from pliant.launch import local, requests, run_directory
 
 pytestmark = pytest.mark.slow
+PREPARED = False
 
 PRELUDE = """
 import os, signal, subprocess, sys, threading, time
@@ -365,20 +367,17 @@ def test_status_and_metrics_need_the_token(launch: Launcher) -> None:
     assert status == 200 and b"pliant_workers 2.0" in answer and b"pliant_samples_total 0.0" in answer
     shown = launch.command("status", "--dir", "job")
     assert shown.wait() == 0 and "w1" in shown.output, shown.output
-    command_lines = [path.read_bytes() for path in readable_command_lines()]
-    assert not any(token.encode() in line for line in command_lines)
+    assert not any(token.encode() in line for line in command_lines())
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 143
 
 
-def readable_command_lines() -> list[Path]:
-    found: list[Path] = []
+def command_lines() -> list[bytes]:
+    """Of all processes that this one may look at and that have not ended meanwhile."""
+    found: list[bytes] = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            entry.read_bytes()
-        except OSError:
-            continue
-        found.append(entry)
+        with contextlib.suppress(OSError):
+            found.append(entry.read_bytes())
     return found
 
 

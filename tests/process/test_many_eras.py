@@ -9,6 +9,7 @@ import pytest
 from running import Launcher
 
 pytestmark = pytest.mark.slow
+PREPARED = False
 
 SCRIPT = Path(__file__).parent / "scripts" / "many_eras.py"
 ERAS = 120

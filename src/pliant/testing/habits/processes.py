@@ -16,7 +16,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -110,7 +112,30 @@ def _count(kind: str) -> int:
     return Path("job/journal.jsonl").read_bytes().count(b'"kind":"%s"' % kind.encode())
 
 
-def checked(habits: Habits, directory: Path) -> None:
+class Interpret(Protocol):
+    """Runs a Python interpreter with these arguments to its end; raises ``subprocess.TimeoutExpired``."""
+
+    def __call__(
+        self, arguments: Sequence[str], directory: Path, environment: dict[str, str], timeout_s: float
+    ) -> subprocess.CompletedProcess[str]: ...
+
+
+def executed(
+    arguments: Sequence[str], directory: Path, environment: dict[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """A new interpreter."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def checked(habits: Habits, directory: Path, interpret: Interpret = executed) -> None:
     """Run the script; raises ``ScriptMismatch`` where something is not as it must be."""
     (directory / "train.py").write_text(_SCRIPT)
     (directory / "habits.json").write_text(packed(habits))
@@ -120,7 +145,7 @@ def checked(habits: Habits, directory: Path) -> None:
     if habits.grows:
         grows.start()
     try:
-        _pliant(directory, "run", "-n", str(habits.workers), "--pace", paces, "--dir", "job", *script)
+        _pliant(interpret, directory, "run", "-n", str(habits.workers), "--pace", paces, "--dir", "job", *script)
     finally:
         (directory / _OVER).touch()
         if habits.grows:
@@ -131,7 +156,7 @@ def checked(habits: Habits, directory: Path) -> None:
     report = audit(history(directory / "job" / "journal.jsonl"))
     if report.problems:
         raise ScriptMismatch(f"the journal is not in order: {report.problems}")
-    _pliant(directory, "replay", "job", *script)
+    _pliant(interpret, directory, "replay", "job", *script)
 
 
 def _grow(directory: Path, workers: int) -> None:
@@ -145,17 +170,15 @@ def _grow(directory: Path, workers: int) -> None:
         requests.post(requests.found(directory / "job", "", None), "/scale", {"workers": workers})
 
 
-def _pliant(directory: Path, *words: str) -> None:
+def _pliant(interpret: Interpret, directory: Path, *words: str) -> None:
     """Run the command; raises ``ScriptMismatch`` with all it said where it fails."""
     source = str(Path(pliant.__file__).resolve().parents[1])
     found = plain_environment()
     path = os.pathsep.join(filter(None, [source, found.get("PYTHONPATH", "")]))
     environment = {**found, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-W", "error", "-c", "from pliant.ui.cli import main; main()", *words]
+    arguments = ["-W", "error", "-c", "from pliant.ui.cli import main; main()", *words]
     try:
-        done = subprocess.run(
-            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
+        done = interpret(arguments, directory, environment, LIMIT_S)
     except subprocess.TimeoutExpired as late:
         raise ScriptMismatch(f"pliant {words[0]} does not end:\n{late.stdout}") from None
     if done.returncode:
