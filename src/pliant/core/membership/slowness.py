@@ -23,11 +23,11 @@ from pliant.core.membership.roster import Connected, EraMember, Roster, members_
 SLOW_STEPS = 10
 """A main loop that takes so many times its usual step while others wait is slow."""
 
-BUSY_S = 0.25
-"""For a worker that is busy others have waited so long before they go on without it: a new era takes about as long."""
-
 REGROUP_S = 0.15
 """What a new era costs the others: forming a group, and computing once more what was in flight."""
+
+BUSY_S = REGROUP_S
+"""For a worker that is busy others have waited so long before they go on without it: what that costs them."""
 
 HANDOFF_S = 1.0
 """How long a worker takes to take the state over, until it has been measured."""
