@@ -1,9 +1,9 @@
-"""Bytes between a donor and a newcomer: who is who, messages, checksummed chunks.
+"""Bytes between a donor and a newcomer: authentication, messages, checksummed chunks.
 
 Question  How do two processes that share a token exchange messages and large memory over a plain connection?
 Holds     Both prove that they know the token, which is never sent, before either sends anything else. Every length is
-          checked before memory is taken for it. Whatever is wrong with what the peer sent is ``StreamBroken``, with a
-          text that reads on from "the donor at …". Nothing is secret: use it in a network you trust.
+          checked before memory is allocated for it. Invalid data from the peer raises ``StreamBroken``, with a text
+          that continues "the donor at …". Nothing is encrypted: use it in a network that you trust.
 Source    ours; docs/design/0007-elastic.md. Challenge and response by HMAC (RFC 2104), CRC-32 as in zlib.
 
     donor: greeting, nonce   newcomer: nonce, HMAC(token, "newcomer", both)   donor: HMAC(token, "donor", both)
@@ -32,7 +32,7 @@ CHUNK_BYTES = 1 << 20
 """Small enough to be checked in a millisecond, large enough for the header not to count."""
 
 FRAME_BYTES = 4 << 20
-"""Of one message: the names of some 50,000 tensors."""
+"""Largest message: room for the names of about 50,000 tensors."""
 
 _GREETING = b"pliant handoff 1\n"
 _CHUNK = struct.Struct("!II")
@@ -43,7 +43,7 @@ class StreamBroken(Exception):
     """The stream cannot be trusted or has ended; says why."""
 
 
-# -- proving who one is
+# -- authentication
 
 
 def welcome(reader: BinaryIO, writer: BinaryIO, token: str) -> None:
@@ -114,7 +114,7 @@ def write_chunks(writer: BinaryIO, memory: memoryview) -> None:
 
 
 def read_chunks(reader: BinaryIO, memory: memoryview) -> None:
-    """Fill ``memory`` with the chunks that its sender cut it into."""
+    """Fill ``memory`` with chunks as ``write_chunks`` sends them."""
     for chunk in _slices(memory):
         length, checksum = _CHUNK.unpack(_read(reader, _CHUNK.size))
         if length != len(chunk):
@@ -147,7 +147,7 @@ def shut_down(connection: socket.socket) -> None:
 
 
 def hung_up(connection: socket.socket) -> bool:
-    """Whether the peer has gone, or speaks out of turn."""
+    """Whether the peer has closed the connection, or has sent something unexpected."""
     look = select.poll()  # select() refuses descriptors above 1023
     try:
         look.register(connection, select.POLLIN)
@@ -161,7 +161,7 @@ _registered = False
 
 
 def close_in_children(own: socket.socket) -> None:
-    """A forked loader that keeps a copy of the socket would hide its parent's death."""
+    """Close the socket in forked children: a data loader's copy of it would hide its parent's death."""
     global _registered
     _sockets.add(own)
     if not _registered and hasattr(os, "register_at_fork"):
@@ -172,5 +172,5 @@ def close_in_children(own: socket.socket) -> None:
 def _drop_sockets() -> None:
     for each in list(_sockets):
         with contextlib.suppress(OSError):
-            # close() would wait for the files made of it.
+            # close() would wait for file objects made from the socket.
             os.close(each.detach())
