@@ -1,6 +1,6 @@
-"""What it takes to be let in by a coordinator.
+"""Addresses, close codes and error texts for connections to a coordinator.
 
-Question  What do all who connect have to know, and what do they say when they are not let in?
+Question  What must a client know to connect, and which message does it show if it is refused?
 Holds     Plain values and texts, for workers, launchers and the coordinator alike.
 Source    ours; docs/protocol.md.
 """
@@ -38,7 +38,7 @@ def check_brackets(address: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the coordinator is, and what opens it; with a ``context`` it speaks TLS."""
+    """The coordinator's address and token; with a ``context`` it uses TLS."""
 
     address: str
     token: str
