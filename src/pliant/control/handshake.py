@@ -1,6 +1,6 @@
-"""Addresses, close codes and error texts for connections to a coordinator.
+"""What it takes to be let in by a coordinator.
 
-Question  What must a client know to connect, and which message does it show if it is refused?
+Question  What do all who connect have to know, and what do they say when they are not let in?
 Holds     Plain values and texts, for workers, launchers and the coordinator alike.
 Source    ours; docs/protocol.md.
 """

@@ -161,7 +161,7 @@ _registered = False
 
 
 def close_in_children(own: socket.socket) -> None:
-    """Close the socket in forked children: a data loader's copy of it would hide its parent's death."""
+    """A forked loader that keeps a copy of the socket would hide its parent's death."""
     global _registered
     _sockets.add(own)
     if not _registered and hasattr(os, "register_at_fork"):
@@ -172,5 +172,5 @@ def close_in_children(own: socket.socket) -> None:
 def _drop_sockets() -> None:
     for each in list(_sockets):
         with contextlib.suppress(OSError):
-            # close() would wait for file objects made from the socket.
+            # close() would wait for the files made of it.
             os.close(each.detach())

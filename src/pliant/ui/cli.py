@@ -40,7 +40,7 @@ Authority = Annotated[
 Certificate = Annotated[Path | None, typer.Option("--tls-cert", help="The coordinator's certificate.")]
 Key = Annotated[Path | None, typer.Option("--tls-key", help="The certificate's key.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Let other machines reach the coordinator without TLS.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the coordinator's answer as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print what the coordinator answers.")]
 
 app = typer.Typer(
     name="pliant",
@@ -185,8 +185,8 @@ def audit(
 @app.command(context_settings={"allow_interspersed_args": False})
 def replay(
     path: Annotated[Path, typer.Argument(metavar="JOURNAL", help="A run's journal.jsonl, or its directory.")],
-    script: Annotated[Path, typer.Argument(help="The script of that run; everything after it is passed to it.")],
-    args: Annotated[list[str] | None, typer.Argument(help="The arguments of the recorded run.")] = None,
+    script: Annotated[Path, typer.Argument(help="The script of that run; all that follows are its arguments.")],
+    args: Annotated[list[str] | None, typer.Argument(help="The arguments it was run with.")] = None,
     since: Annotated[
         int | None,
         typer.Option("--from", min=1, metavar="ROUND", help="Start from the last checkpoint up to this round."),

@@ -70,7 +70,7 @@ class GlooSockets:
         return total
 
     def release(self) -> None:
-        """Drop the device: its descriptor numbers may be reused from now on."""
+        """The device goes: its numbers may be anybody's from now on."""
         _known.discard(self)
         self._loop = self.device = None
 
@@ -165,7 +165,7 @@ def _watched(loop: int) -> list[tuple[int, int]]:
 
 
 def _close_in_children(wiring: GlooSockets) -> None:
-    """Close the sockets in forked children: a data loader's copies would hide its parent's death from the peers."""
+    """A forked loader that keeps copies of the sockets would hide its parent's death from the peers."""
     global _registered
     _known.add(wiring)
     if not _registered and hasattr(os, "register_at_fork"):

@@ -132,7 +132,7 @@ def _settle() -> None:
 
 
 def _forget() -> None:
-    """Forget all groups in a forked child: it has no gloo threads, and a destructor would wait for them."""
+    """In a forked child there are no threads of gloo, and a destructor would wait for them."""
     for group in list(_groups):
         _never_destroy(group)
     _groups.clear()
