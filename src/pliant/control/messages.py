@@ -220,6 +220,8 @@ class Past(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The connection now speaks for ``worker``."""
+
     job: JobName
     worker: str
     """the name given, or confirmed"""

@@ -71,6 +71,7 @@ def compared(group: GroupState, tickets: Sequence[Ticket]) -> Mismatch | None:
 
 
 def compared_openings(group: GroupState, tickets: Sequence[Ticket]) -> Mismatch | None:
+    """The first difference in length, order or epoch between the calls that workers open; None if there is none."""
     (leader, first), *others = _speaking(group, tickets)
     for worker, ticket in others:
         if ticket.length != first.length:

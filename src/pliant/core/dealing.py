@@ -103,7 +103,7 @@ def floating(
         size, part = sizes[member], parts[member]
         used = paces[member] * round_s if pacing.measured else 0.0
         wanted = math.ceil(_ROUNDS_AHEAD * used) + _MICRO_BATCHES_AHEAD * size - held[member]
-        # Whole micro-batches: at most half of the worker's part, or what it needs now. A part of at most one is dealt.
+        # Whole micro-batches: at most half of the worker's part, or what it needs now. A last one is dealt completely.
         needed = math.ceil(_ROUNDS_NEEDED * used) + size - held[member]
         bound = part if part <= size else max(size, part // 2 // size * size, min(part, -(-needed // size) * size))
         grants.append(max(0, min(bound, -(-wanted // size) * size)))

@@ -20,6 +20,7 @@ MicroBatch = tuple[Span, ...]
 
 
 def samples_of(spans: Sequence[Span]) -> int:
+    """The number of positions in these spans."""
     samples = 0
     for start, stop in spans:
         samples += stop - start
@@ -37,6 +38,7 @@ class Hand(msgspec.Struct, frozen=True):
 
     @property
     def granted_samples(self) -> int:
+        """The number of samples in the granted micro-batches."""
         return sum(samples_of(micro_batch) for micro_batch in self.queue[: self.granted])
 
 
@@ -52,6 +54,7 @@ class Ledger(msgspec.Struct, frozen=True):
 
     @property
     def free(self) -> int:
+        """The number of positions that are in no hand and not spent."""
         return self.limit - self.cursor + samples_of(self.returned)
 
     @property

@@ -72,7 +72,10 @@ class Settled(msgspec.Struct, frozen=True):
 
 
 def opened(group: GroupState, tickets: Sequence[Ticket]) -> GroupState | Mismatch:
-    """The state after all workers have entered the next phase, with its first micro-batches dealt."""
+    """The state after all workers have entered the next phase, with its first micro-batches dealt.
+
+    ``tickets`` are in the order of the roster. A ``Mismatch`` ends the run.
+    """
     mismatch = consistency.compared(group, tickets) or consistency.compared_openings(group, tickets)
     if mismatch:
         return mismatch
@@ -116,7 +119,10 @@ def opened(group: GroupState, tickets: Sequence[Ticket]) -> GroupState | Mismatc
 
 
 def settled(group: GroupState, tickets: Sequence[Ticket]) -> tuple[GroupState, Settled] | Mismatch:
-    """Spend the samples of the contributions, decide the update, and deal the next micro-batches."""
+    """Spend the samples of the contributions, decide the update, and deal the next micro-batches.
+
+    ``tickets`` are in the order of the roster. A ``Mismatch`` ends the run.
+    """
     mismatch = consistency.compared(group, tickets) or consistency.compared_clip_norms(group, tickets)
     if not mismatch and group.phase.kind is Kind.EVALUATE:
         mismatch = evaluation.compared(group.phase.sums, group.roster, tickets)
@@ -195,7 +201,7 @@ def settled(group: GroupState, tickets: Sequence[Ticket]) -> tuple[GroupState, S
 
 
 def _is_seen(group: GroupState, phase: OpenPhase, tickets: Sequence[Ticket], *, ended: bool) -> bool:
-    """Whether every working member is inside its own ``step`` at this round. A worker whose share has grown is not.
+    """Whether every working member is inside its own ``step`` at this round; a worker whose share has grown is not.
 
     At the last round of a phase a spare already waits for the user's state as it is after the loop. The workers in the
     loop body must then leave the loop. They must not open an ``evaluate`` in the body, because the spare would be dealt

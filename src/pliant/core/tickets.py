@@ -72,6 +72,7 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def packed(self) -> tuple[int, int, int, int]:
+        """The point as four numbers; the last one holds the three flags as bits."""
         bits = self.ahead | self.fresh << 1 | self.handed_in << 2
         return self.early, self.early_round, self.late_round, bits
 

@@ -47,6 +47,7 @@ class StreamBroken(Exception):
 
 
 def welcome(reader: BinaryIO, writer: BinaryIO, token: str) -> None:
+    """The donor's side of the authentication; raises ``StreamBroken`` if the newcomer does not know the token."""
     mine = secrets.token_bytes(NONCE_BYTES)
     writer.write(_GREETING + mine)
     writer.flush()
@@ -58,6 +59,7 @@ def welcome(reader: BinaryIO, writer: BinaryIO, token: str) -> None:
 
 
 def introduce(reader: BinaryIO, writer: BinaryIO, token: str) -> None:
+    """The newcomer's side of the authentication; raises ``StreamBroken`` if the donor does not know the token."""
     if _read(reader, len(_GREETING)) != _GREETING:
         raise StreamBroken("is no donor of this version of Pliant")
     theirs = _read(reader, NONCE_BYTES)
@@ -76,6 +78,7 @@ def introduce(reader: BinaryIO, writer: BinaryIO, token: str) -> None:
 
 
 def decoded(frame: bytes, kind: Any) -> Any:
+    """The msgpack message in ``frame``, as a value of type ``kind``."""
     try:
         return _decoder(kind).decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -88,6 +91,7 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def read_frame(reader: BinaryIO) -> bytes:
+    """One message with its length in front, of at most ``FRAME_BYTES``."""
     (length,) = _LENGTH.unpack(_read(reader, _LENGTH.size))
     if length > FRAME_BYTES:
         raise StreamBroken(f"announces a message of {length} bytes, more than {FRAME_BYTES}")
@@ -95,6 +99,7 @@ def read_frame(reader: BinaryIO) -> bytes:
 
 
 def write_frame(writer: BinaryIO, payload: bytes) -> None:
+    """Write one message with its length in front."""
     if len(payload) > FRAME_BYTES:
         raise StreamBroken(
             f"cannot be sent a message of {len(payload)} bytes, more than {FRAME_BYTES}: ask for less at once"
@@ -108,6 +113,7 @@ def _slices(memory: memoryview) -> Iterator[memoryview]:
 
 
 def write_chunks(writer: BinaryIO, memory: memoryview) -> None:
+    """Write ``memory`` in chunks, each with its length and checksum."""
     for chunk in _slices(memory):
         writer.write(_CHUNK.pack(len(chunk), zlib.crc32(chunk)))
         writer.write(chunk)

@@ -278,7 +278,7 @@ class PlanEra(msgspec.Struct, frozen=True):
 
 
 class BreakEra(msgspec.Struct, frozen=True):
-    """Tell ``to`` that every era up to this one is over, and who is likely to be in the next one."""
+    """Tell ``to`` that every era up to this one is over, and which workers are likely to be in the next one."""
 
     era: int
     reason: str
@@ -289,7 +289,7 @@ class BreakEra(msgspec.Struct, frozen=True):
 
 
 class VoidPlan(msgspec.Struct, frozen=True):
-    """Tell ``to`` that the planned era will not come about; the present one goes on."""
+    """Tell ``to`` that the planned era is dropped; the present one goes on."""
 
     era: int
     to: tuple[WorkerId, ...]

@@ -56,7 +56,7 @@ def unformed(state: Roster, worker: SlotWorker, event: Unformed, now_s: float) -
 
 
 def voided(state: Roster, now_s: float) -> Step:
-    """Drop a plan that cannot come about, and go on in the era in force."""
+    """Drop a plan that can no longer begin, and go on in the era in force."""
     course, known = state.course, state.reach
     if not isinstance(course, Planned) or known.era != course.plan.era or not known.reports or state.broken:
         return state, ()

@@ -57,10 +57,12 @@ class Pacing(msgspec.Struct, frozen=True):
 
     @property
     def measured(self) -> bool:
+        """Whether the pace of any worker is known."""
         return any(m.samples_per_s is not None for m in self.members)
 
 
 def unmeasured(members: int) -> Pacing:
+    """The pacing before any worker has been measured."""
     return Pacing(members=(Pace(),) * members)
 
 
