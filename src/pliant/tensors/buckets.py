@@ -4,7 +4,8 @@ Question  Which gradients can already be summed while the backward pass goes on?
 Holds     Every parameter is in exactly one bucket, and every bucket is contiguous in memory. Buckets depend on the
           parameters alone, so they are the same on all workers. They are reported in order: each one as soon as it and
           all buckets before it are complete. If a pass adds to a gradient twice (a weight shared by checkpointed
-          segments), a bucket may be reported too early; that is noticed (``late``).
+          segments), a bucket may be reported too early; that is noticed (``twice``, ``late``), and the model's later
+          contributions are summed as a whole.
 Source    torch's DistributedDataParallel sums buckets in the same way.
 """
 
