@@ -203,7 +203,7 @@ def _logged(text: str) -> None:
 
 @contextlib.contextmanager
 def _signals(terminated: asyncio.Event) -> Iterator[None]:
-    """Ignore Ctrl-C, which the launcher handles. SIGTERM ends the run, unless this process inherited it as ignored."""
+    """Ctrl-C is the launcher's to judge; SIGTERM ends the run, unless whoever started us ignores it."""
     loop = asyncio.get_running_loop()
     taken: list[int] = []
     for number, action in ((signal.SIGINT, lambda: None), (signal.SIGTERM, terminated.set)):

@@ -1,8 +1,8 @@
 """The workers' processes of one launcher.
 
-Question  Which processes run here, and how did the others end?
-Holds     A slot has at most one process at a time. The exit status of its last one is kept until the next is started,
-          so that it can be reported again to a coordinator that does not know it.
+Question  Which processes run here, and how did those end that do not?
+Holds     A slot has at most one process at a time. How its last one ended is known until the next is started, so that
+          it can be told again to a coordinator that has not heard of it.
 Source    ours; docs/design/0007-elastic.md.
 """
 
@@ -24,7 +24,7 @@ from pliant.launch.run_directory import LOGS, Access
 
 
 class SlotProcesses:
-    """Starts, signals and ends processes by the names of their slots. Unknown names are ignored."""
+    """Starts, signals and ends processes by the names of their slots. Unknown names are passed over."""
 
     def __init__(
         self,
