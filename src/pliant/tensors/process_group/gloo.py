@@ -1,11 +1,11 @@
 """The era's process group: an all-gather of tickets and an all-reduce of gradients in the background.
 
 Question  How are contributions summed while the worker goes on computing, and how are groups formed and left?
-Holds     Only ``wait``, ``broadcast``, ``told`` and ``FormingGroup.result`` block the caller. No Python runs in gloo's
-          threads (a thread that asks for the interpreter while it shuts down aborts the process), so completion is
-          polled. A group is formed over the control channel, under an attempt number that is never used twice. It may
-          be left at any moment, even during a sum: its connections are cut, and its memory stays allocated until gloo's
-          threads are done with it. The word ``rank`` is used in this package only.
+Holds     Only ``Gloo()``, ``wait``, ``broadcast``, ``told`` and ``FormingGroup.result`` block the caller. No Python
+          runs in gloo's threads (a thread that asks for the interpreter while it shuts down aborts the process), so
+          completion is polled. A group is formed over the control channel, under an attempt number that is never used
+          twice. It may be left at any moment, even during a sum: its connections are cut, and its memory stays
+          allocated until gloo's threads are done with it. The word ``rank`` is used in this package only.
 Source    Facts about gloo in DESIGN ("measured on this kind of machine"); docs/design/0005-exchange.md and
           0007-elastic.md.
 """
