@@ -55,7 +55,7 @@ class JoinRequested(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """A sign of life of the process, with the progress of its main loop."""
+    """A sign of life of the process, sent at short intervals, with the progress of its main loop."""
 
     worker: WorkerId
     round: int
