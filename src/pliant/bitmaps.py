@@ -1,8 +1,8 @@
 """Sets of numbers as bytes.
 
-Question  How is a set of parameters written so that it travels, is compared and is stored as it is?
+Question  How is a set of parameters encoded so that it can be sent, compared and stored without conversion?
 Holds     Bit i of the bytes, lowest first, stands for number i. Sets over the same numbers have the same length, and
-          are equal where their bytes are.
+          are equal if and only if their bytes are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def members(of: bytes) -> list[int]:
 
 
 def common(one: bytes, other: bytes) -> bytes:
-    """What is in both sets."""
+    """The intersection of two sets."""
     if one == other:
         return one
     both = int.from_bytes(one, "little") & int.from_bytes(other, "little")

@@ -1,9 +1,9 @@
-"""From dealt positions to collated micro-batches.
+"""The loader: from dealt positions to collated micro-batches.
 
-Question  How do positions become the tensors that the user's loop sees, in loader processes or without?
-Holds     torch's DataLoader does the loading; its sampler is fed with what the worker has been dealt. What was
-          prefetched and then dealt to somebody else is dropped, nothing else. Each sample's random stream is a function
-          of (seed, epoch, position), wherever it is loaded.
+Question  How do positions become the tensors that the user's loop sees, with or without loader processes?
+Holds     torch's DataLoader does the loading; its batch sampler returns the micro-batches that the worker was dealt.
+          Prefetched data is dropped only if its positions were then dealt to another worker. Each sample's random
+          stream is a function of (seed, epoch, position), in whichever process it is loaded.
 Source    ours; docs/design/0001-data.md.
 """
 
@@ -26,7 +26,7 @@ from pliant.worker.script.sample_order import Order
 
 
 def checked(dataset: Any, size: Any) -> int:
-    """The length of a dataset that Pliant can deal out."""
+    """The length of the dataset; raises ``UsageError`` if Pliant cannot use the dataset or ``size``."""
     if isinstance(dataset, IterableDataset):
         raise UsageError(
             "an IterableDataset has no positions to deal out: use a map-style Dataset (__getitem__ and __len__)"
@@ -39,7 +39,7 @@ def checked(dataset: Any, size: Any) -> int:
 
 
 Request = tuple[int, int, list[int], list[int]]
-"""seed, epoch, positions, their indices in the dataset; no positions: a filler that keeps the pipeline open"""
+"""(seed, epoch, positions, their indices in the dataset); without positions: a filler that keeps the pipeline open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class BadSample:
     summary: str
     """the exception in one line"""
     positions: tuple[int, ...]
-    """which of the epoch it was reading; several where it was collating them"""
+    """positions of the epoch that were being read; several if they were being collated"""
     indices: tuple[int, ...]
     """their indices in the dataset"""
     everywhere: bool
-    """any other worker would meet it too"""
+    """the error would occur on any other worker, too"""
 
     def where(self, epoch: int) -> str:
-        """Which samples these are."""
+        """The positions and indices in words."""
         if len(self.positions) == 1:
             return f"position {self.positions[0]} of epoch {epoch}, dataset index {self.indices[0]}"
         return f"positions {_listed(self.positions)} of epoch {epoch}, dataset indices {_listed(self.indices)}"
@@ -68,19 +68,19 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 _NAMED = 8
-"""numbers of a large micro-batch that a message names"""
+"""Most numbers of a micro-batch that a message names."""
 
 _OF_THIS_MACHINE = (MemoryError, ConnectionError, TimeoutError, torch.OutOfMemoryError)
 _ERRNOS = frozenset({errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
 
 
 def _is_everywhere(error: BaseException) -> bool:
-    """Whether it lies in the sample: not in this machine's memory, disk or network."""
+    """Whether the error lies in the sample, and not in this machine's memory, disk or network."""
     return not isinstance(error, _OF_THIS_MACHINE) and getattr(error, "errno", None) not in _ERRNOS
 
 
 class _Failed:
-    """An exception in a loader process, on its way to the script. Made where it is caught."""
+    """An exception in a loader process, to be raised in the script. Created where it is caught."""
 
     def __init__(self, error: BaseException, reading: tuple[int, int] | None) -> None:
         info = get_worker_info()
@@ -90,7 +90,7 @@ class _Failed:
         self.everywhere = _is_everywhere(error)
 
     def caught(self) -> Exception:
-        """The exception, as torch's DataLoader shows it: of its own type, with the traceback in its text."""
+        """The exception in the form of torch's DataLoader: of its own type, with the traceback in its text."""
         try:
             self.wrapped.reraise()
         except Exception as error:
@@ -122,7 +122,7 @@ class _Samples(Dataset[Any]):
         seed, epoch, positions, indices = request
         self.reading = None
         if type(self._dataset) is TensorDataset:
-            # Rows of tensors draw no random numbers, and one indexing per tensor reads and stacks them all.
+            # Reading rows needs no random numbers, and one indexing per tensor reads and stacks them all.
             return [tensor[indices] for tensor in self._dataset.tensors] if positions else []
         loaded: list[Any] = []
         for position, index in zip(positions, indices, strict=True):
@@ -134,7 +134,7 @@ class _Samples(Dataset[Any]):
 
 
 class _Collate:
-    """The user's collate function; a filler becomes None."""
+    """Calls the user's collate function; a filler becomes None."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
         self._stacked = type(dataset) is TensorDataset
@@ -159,7 +159,7 @@ class _Collate:
 
 
 class _Deals:
-    """A batch sampler that is never exhausted: the next dealt micro-batch, or a filler."""
+    """A batch sampler that is never exhausted: it returns the next dealt micro-batch, or a filler."""
 
     def __init__(self) -> None:
         self.next_request: Callable[[], Request] | None = None
@@ -174,7 +174,7 @@ class _Deals:
 
 
 class Loader:
-    """One torch DataLoader over one dataset, reused over the phases that read it."""
+    """One torch DataLoader over one dataset, used by all phases that read the dataset."""
 
     def __init__(self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]) -> None:
         self._deals = _Deals()
@@ -196,7 +196,7 @@ class Loader:
         epoch: int,
         upcoming: Callable[[], Sequence[MicroBatch]],
     ) -> PhaseReader:
-        """One phase's reading."""
+        """A reader for one phase. ``upcoming`` returns the micro-batches to prefetch."""
         return PhaseReader(self._loader, self._samples, self._deals, order, seed, epoch, upcoming)
 
 
@@ -205,7 +205,7 @@ def _positions(micro_batch: MicroBatch) -> list[int]:
 
 
 class PhaseReader:
-    """The reading of one phase: micro-batches in, collated data out."""
+    """Reads the data of one phase: ``fetch`` returns the collated samples of a micro-batch."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class PhaseReader:
         self._samples = samples
         self._iterator: Iterator[Any] | None = None
         self.bad: BadSample | None = None
-        """what could not be read; its exception is the one that ``fetch`` has raised"""
+        """the samples that could not be read, with the exception that ``fetch`` has raised"""
 
     def fetch(self, micro_batch: MicroBatch) -> Any:
         """The collated samples of a micro-batch, prefetched if it was known in time."""
@@ -246,7 +246,7 @@ class PhaseReader:
         self._wanted = None
         loaded = self._loaded.pop(micro_batch)
         if isinstance(loaded, _Failed):
-            # Not before it is asked for: it may yet be dealt to somebody else.
+            # Raised only when the micro-batch is asked for: it might have been dealt to another worker.
             error = loaded.caught()
             self.bad = self._bad(error, loaded.summary, micro_batch, loaded.reading, everywhere=loaded.everywhere)
             raise error
@@ -256,7 +256,7 @@ class PhaseReader:
         try:
             return next(iterator)
         except Exception as error:
-            # With loader processes this is trouble of their own: one was killed, or took too long.
+            # With loader processes this is an error of the processes: one was killed, or took too long.
             if self._loader.num_workers == 0:
                 everywhere = _is_everywhere(error)
                 self.bad = self._bad(
@@ -280,7 +280,7 @@ class PhaseReader:
         return BadSample(error, summary, tuple(positions), tuple(indices), everywhere)
 
     def _request(self) -> Request:
-        """What the loader shall read next."""
+        """The next request for the loader."""
         wanted = () if self._wanted is None else (self._wanted,)
         for micro_batch in (*wanted, *self._upcoming()):
             if micro_batch not in self._outstanding and micro_batch not in self._loaded:
@@ -292,7 +292,7 @@ class PhaseReader:
         return self._seed, self._epoch, [], []
 
     def close(self) -> None:
-        """Forget what was prefetched; loader processes end unless they are persistent."""
+        """Drop prefetched data; loader processes end unless they are persistent."""
         self._deals.next_request = None
         self._iterator = None
         self._loaded.clear()

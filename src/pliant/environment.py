@@ -1,7 +1,7 @@
-"""What the environment says about the job.
+"""The environment variables of a job.
 
-Question  Is this process a worker of a job, and of which?
-Holds     The only module that reads the environment. The token travels in it, never on a command line.
+Question  Is this process a worker of a job, and of which job?
+Holds     This is the only module that reads the environment. The token is passed in it, never on a command line.
 Source    ours; DESIGN: "alone if no job is named in the environment".
 """
 
@@ -31,18 +31,17 @@ _AUTHORITY = "PLIANT_TLS_CA"
 _PACE, _SIZE, _GRACE, _DIRECTORY = "PLIANT_PACE", "PLIANT_SIZE", "PLIANT_GRACE", "PLIANT_DIRECTORY"
 _OF_A_JOB = (_ADDRESS, _TOKEN, _AUTHORITY, _WORKER, _PACE, _SIZE, _GRACE, _DIRECTORY)
 _FIRST = "w0"
-"""the slot that every job begins with"""
+"""The slot that every job begins with."""
 _THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Where a worker belongs. ``worker`` is the launcher's slot, the first part of the name the coordinator gives.
+    """The job that a worker belongs to. ``worker`` is its slot, the first part of the name the coordinator gives it.
 
-    ``pace`` below 1 emulates a slower device; ``size`` overrides ``batches``' own; ``grace_s`` is how long the worker
-    may take to go when it is asked to. ``authority`` is the file with the certificate authority of a run whose
-    coordinator speaks TLS.
-    ``directory`` is the run's, where this process can write to it.
+    ``pace`` below 1 emulates a slower device. ``size`` overrides the ``size`` of ``batches``. ``grace_s`` is how long
+    the worker may take to leave when it is asked to. ``authority`` is the file with the certificate authority, if the
+    coordinator uses TLS. ``directory`` is the run directory, if this process can write to it.
     """
 
     address: str
@@ -61,10 +60,10 @@ def is_worker() -> bool:
 
 
 def is_first() -> bool:
-    """Whether this process is the first worker of its job, known before ``join``: True on one of them, and alone.
+    """Whether this process is the first worker of its job; may be called before ``join``. True for a script alone.
 
-    For what one process is to do before all others train: a download, ``dataset.map``. It is the worker in the job's
-    first slot, ``w0``, also after a restart; who prints and writes in the run itself is ``run.is_leader``.
+    Use it for work that one process does before all others train: a download, ``dataset.map``. The first worker is the
+    one in the job's first slot, ``w0``, also after a restart. Inside the run use ``run.is_leader`` to print and write.
     """
     return os.environ.get(_WORKER, _FIRST) == _FIRST
 
@@ -113,14 +112,14 @@ def environment_of(job: Job) -> dict[str, str]:
 def worker_environment(job: Job, workers_here: int) -> dict[str, str]:
     """The whole environment for a worker's process, one of ``workers_here`` on this machine."""
     inherited = plain_environment()
-    # Without a limit every worker would start a thread per core and they would take turns.
+    # Without a limit every worker would start a thread per core, and the workers would slow each other down.
     threads = max(1, _cores() // workers_here)
     inherited.setdefault(_THREADS, str(threads))
     return {**inherited, **environment_of(job)}
 
 
 def plain_environment() -> dict[str, str]:
-    """The environment without what makes a process a worker."""
+    """The environment without the variables that make a process a worker."""
     return {name: value for name, value in os.environ.items() if name not in _OF_A_JOB}
 
 
@@ -135,7 +134,7 @@ def given_authority() -> str:
 
 
 def _cores() -> int:
-    """Those this process may use; a container often has fewer than the machine."""
+    """How many cores this process may use; a container often has fewer than the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,18 +1,18 @@
-"""What Pliant raises, in one tree.
+"""The exceptions that Pliant raises, in one tree.
 
     PliantError
     ├── UsageError       the script asks for something Pliant cannot do; the message says what to do instead
-    ├── Refused          the coordinator or the group will not take this worker; the message says why
+    ├── Refused          the coordinator or the group refuses this worker; the message says why
     ├── RunEnded         the run is over for a reason outside this worker (another worker was lost, Ctrl-C)
-    │   └── Stopped      the coordinator itself says so, and shows the reason
+    │   └── Stopped      the same, reported by the coordinator, which shows the reason
     ├── JournalError     a journal is damaged, foreign or of another version
     ├── CheckpointError  a checkpoint cannot be written, or is damaged, foreign or of another version
-    ├── Diverged         a script that is replayed does something else than the journal says
+    ├── Diverged         a replayed script does something else than the journal says
     ├── NonFiniteLoss    too many rounds in a row had an infinite or undefined loss
     ├── Drifted          this worker's weights are not those of the others, for the second time
     └── Unsupported      this worker's tensors are of a kind that no group can sum
 
-    Left (a SystemExit)  this worker was asked to go and has gone; the run goes on without it
+    Left (a SystemExit)  this worker was asked to leave and has left; the run goes on without it
 
 Holds     A message is one line: what is wrong, and what to do.
 """
@@ -32,7 +32,7 @@ class PliantError(Exception):
     """The root of all errors that Pliant raises on purpose."""
 
     def again(self) -> PliantError:
-        """The same error once more, without the traceback of its last time."""
+        """A new instance of the same error, without its traceback."""
         return type(self)(*self.args)
 
 
@@ -49,12 +49,12 @@ class RunEnded(PliantError):
 
 
 class Stopped(RunEnded):
-    """The coordinator says that the run is over; who started it is told why by the coordinator."""
+    """The coordinator says that the run is over. The coordinator also reports the reason to the user."""
 
     def __init__(self, reason: str, *, completed: bool = False) -> None:
         super().__init__(reason)
         self.completed = completed
-        """the run came to its end: a latecomer has nothing to do, and nothing went wrong"""
+        """the run has finished successfully: there is nothing left to do for this worker"""
 
     def again(self) -> Stopped:
         return Stopped(self.args[0], completed=self.completed)
@@ -77,7 +77,7 @@ class CheckpointError(PliantError):
 
 
 class Diverged(PliantError):
-    """A script that is replayed does something else than the run that the journal is of."""
+    """A replayed script does something else than the recorded run."""
 
 
 class NonFiniteLoss(PliantError):
@@ -85,7 +85,7 @@ class NonFiniteLoss(PliantError):
 
 
 class Drifted(PliantError):
-    """This worker's weights differ from the others' again, although it has taken theirs over; the run goes on."""
+    """This worker's weights differ from the others' again, although it had fetched theirs; the run goes on."""
 
 
 class Unsupported(PliantError):
@@ -93,7 +93,7 @@ class Unsupported(PliantError):
 
 
 def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that lies outside of Pliant."""
+    """The part of a traceback that is outside Pliant."""
     if trace is None:
         return None
     rest = without_own_frames(trace.tb_next)
@@ -103,7 +103,7 @@ def without_own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def boundary(called: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
-    """A function that scripts call: where it raises a ``PliantError``, the traceback ends at the script's own line."""
+    """Decorator for functions that scripts call: the traceback of a ``PliantError`` ends at the script's own line."""
 
     @functools.wraps(called)
     def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> Answer:

@@ -1,7 +1,7 @@
-"""What the user may set, resolved once.
+"""The settings of ``join``, checked once.
 
-Question  Which settings does ``join`` take, what do they default to, and which are refused?
-Holds     Everything is checked here, before anything starts; the rest of Pliant reads one frozen value.
+Question  Which settings does ``join`` take, what depends on the optimizer, and which values are refused?
+Holds     All settings are checked here, before anything starts; the rest of Pliant reads one frozen value.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pliant.worker.training import momentum_of
 
 @dataclass(frozen=True, slots=True)
 class Floating:
-    """An open batch: whatever the workers manage while the last sum is in flight.
+    """An open batch: each round has the samples that the workers compute while the last sum is in flight.
 
-    ``reference`` is the batch the learning rate was chosen for; ``at_most`` bounds the samples of one round. Without it
-    rounds are bounded where more samples stop paying, once the noise of the gradients is known. A worker alone, and
-    rounds without delay, use ``reference`` as a fixed batch: there is no sum to compute beside.
+    ``reference`` is the batch that the learning rate was chosen for. ``at_most`` bounds the samples of one round.
+    Without it, rounds are bounded where more samples no longer raise goodput, once the gradient noise is known. A
+    worker alone and rounds without delay use ``reference`` as a fixed batch, because they do not overlap with a sum.
     """
 
     reference: int
@@ -50,10 +50,10 @@ class Settings:
     hung_after_s: float
     optimizer: str
     checkpoint: str | None = None
-    """where checkpoints go, the same in every process"""
+    """where checkpoints are written, the same in every process"""
 
     def agreed(self) -> dict[str, str]:
-        """What must be equal on all workers, as text for comparison and for messages."""
+        """The settings that must be equal on all workers, as text for comparison and for messages."""
         policy = self.policy
         return {
             "batch": f"Floating({policy.batch}, at_most={policy.at_most})" if policy.floating else str(policy.batch),
@@ -67,13 +67,13 @@ class Settings:
             "hung_after": repr(self.hung_after_s),
             "optimizer": self.optimizer,
             "momentum": repr(policy.momentum),
-            # Whoever leads writes them, and that changes: two addresses are two halves of a history. Where machines
-            # mount a directory in different places, a symbolic link gives it one name.
+            # The leader writes checkpoints, and the leader changes: with two addresses each would get a part of them.
+            # If machines mount a directory in different places, a symbolic link gives it one name.
             "checkpoint": str(self.checkpoint),
         }
 
 
-# Signs of life come ten times as often; on a busy machine a shorter silence proves nothing.
+# Heartbeats are sent ten times in ``dead_after``; on a busy machine a shorter silence proves nothing.
 _LEAST_DEAD_AFTER_S = 0.5
 
 
@@ -91,7 +91,7 @@ def resolved(
     hung_after: float,
     checkpoint: Any = None,
 ) -> Settings:
-    """Check the settings and fill in what depends on the optimizer."""
+    """Check the arguments of ``join``, and fill in defaults that depend on the optimizer."""
     reference, at_most = (batch.reference, batch.at_most) if isinstance(batch, Floating) else (batch, None)
     _positive_whole("batch", reference)
     if at_most is not None and _positive_whole("at_most", at_most) < reference:
@@ -139,7 +139,7 @@ def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 
 
 def _rule(rates: Any, optimizer: Optimizer) -> Rule:
-    """What the user asks for, or what suits the optimizer."""
+    """The rate rule that the user asks for, or the default for the optimizer."""
     adam = isinstance(optimizer, Adam | AdamW)
     rule = rules.of(("sqrt" if adam else "linear") if rates is None else rates)
     if rule.moments and not adam:
@@ -151,7 +151,7 @@ def _rule(rates: Any, optimizer: Optimizer) -> Rule:
 
 
 def check_checkpoint(address: Any, every: Any) -> None:
-    """Refuse what no checkpoint can be written to, or no clock can follow."""
+    """Refuse an address that is not a path or URL, and an interval that is not a positive number."""
     if address is not None and not (isinstance(address, str | os.PathLike) and str(address)):
         raise UsageError(f"checkpoint is {address!r}: give a directory, or an address such as s3://bucket/run")
     if isinstance(every, bool) or not isinstance(every, int | float) or not every > 0:
@@ -159,14 +159,14 @@ def check_checkpoint(address: Any, every: Any) -> None:
 
 
 def check_clip_norm(bound: Any) -> None:
-    """Refuse what is no bound on a norm."""
+    """Refuse a value that is not a positive number or None."""
     number = not isinstance(bound, bool) and isinstance(bound, int | float)
     if bound is not None and not (number and bound > 0):
         raise UsageError(f"clip_norm is {bound!r}: give a positive number, or None")
 
 
 def _absolute(address: Any) -> str | None:
-    """A directory by its full name, because the script, or the worker that writes next, may be in another one."""
+    """A directory as an absolute path, because the script may change its directory, and other workers have another."""
     if address is None or "://" in str(address) or "::" in str(address):
         return None if address is None else str(address)
     # Not resolved: a symbolic link is how two machines give a directory the same name.
@@ -174,7 +174,7 @@ def _absolute(address: Any) -> str | None:
 
 
 def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
-    """Refuse what cannot be advanced, or would move another optimizer's rate."""
+    """Refuse an object without ``step``, and a scheduler of another optimizer."""
     if scheduler is None:
         return
     name = type(scheduler).__name__
@@ -189,19 +189,19 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
 
 
 def check_scaler(scaler: Any) -> None:
-    """Refuse what has no scale to follow."""
+    """Refuse an object that is not a ``torch.amp.GradScaler``."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise UsageError(f"scaler is a {type(scaler).__name__}: give a torch.amp.GradScaler")
 
 
 def check_state(state: Any) -> None:
-    """Refuse what has no names."""
+    """Refuse a ``state`` that is not a dict."""
     if state is not None and not isinstance(state, dict):
         raise UsageError(f"state is a {type(state).__name__}: give a dict, e.g. state={{'best': 0.0}}")
 
 
 def check_model(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse what Pliant cannot train, with the remedy."""
+    """Refuse models and optimizers that Pliant cannot train, with the remedy."""
     if isinstance(optimizer, list | tuple):
         raise UsageError("several optimizers in one join: put the parameters into groups of one optimizer")
     if isinstance(getattr(optimizer, "optimizer", None), Optimizer):

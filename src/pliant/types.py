@@ -1,7 +1,7 @@
-"""The words every layer shares.
+"""Types of identifiers that all layers share.
 
-Question  What are workers, eras, rounds and positions called in signatures?
-Holds     Identifiers are distinct types; nothing here depends on anything else in Pliant.
+Question  Which types stand for workers, eras, rounds and positions in signatures?
+Holds     Identifiers are distinct types; this module imports nothing else of Pliant.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""control: typed messages between workers and the coordinator; no policy, no torch."""
+"""control: How do workers, launchers and users exchange messages with the coordinator? No policy, no torch."""

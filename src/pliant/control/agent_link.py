@@ -1,9 +1,9 @@
 """A launcher's end of the control channel.
 
-Question  How does a launcher hear what to start and end, and tell what has ended?
-Holds     ``send`` never blocks; what is sent goes out in order. A connection that closes ends ``receive`` with None:
-          whether to come back is the launcher's to decide, and what it must repeat then it knows itself. Nothing is
-          said to anybody who does not know the job's token, which is never sent.
+Question  How does a launcher receive orders to start and end processes, and report which have ended?
+Holds     ``send`` never blocks; messages are sent in order. If the connection closes, ``receive`` returns None: the
+          launcher decides whether to reconnect, and what it must send again. Nothing is sent to a server that does not
+          know the job's token, which itself is never sent.
 Source    ours; docs/protocol.md.
 """
 
@@ -33,11 +33,11 @@ CLOSE_S = 1.0
 
 
 class Unreachable(RunEnded):
-    """Nobody listens at the address, or who did is gone: it may be worth another try."""
+    """No server listens at the address, or not any more: another try may succeed."""
 
 
 class AgentLink:
-    """One connection of a launcher. Made by ``connect``."""
+    """One connection of a launcher; created by ``connect``."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self._connection = connection

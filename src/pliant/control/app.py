@@ -1,9 +1,9 @@
-"""The application behind the coordinator's one port.
+"""The web application behind the coordinator's port.
 
-Question  How do workers' and launchers' messages, people's wishes and metrics reach the coordinator's loop?
-Holds     Nothing is said to anybody who has not proven that it knows the job's token, and who has is shown that the
-          coordinator knows it too; the token itself is never sent. A frame that is no message closes its connection. No
-          decision is made here: messages are handed to a ``CoordinatorApi`` as they come.
+Question  How do messages of workers and launchers, and HTTP requests of users and monitors, reach the coordinator?
+Holds     Nothing is sent to a client before it has proven that it knows the job's token; then the coordinator proves
+          the same. The token itself is never sent. A frame that is not a valid message closes its connection. No
+          decision is made here: messages are passed to a ``CoordinatorApi`` as they come.
 Source    ours; docs/protocol.md, docs/design/0011-trust.md.
 """
 
@@ -134,7 +134,7 @@ class WebSocketPeer:
 
 
 class CoordinatorApi(Protocol):
-    """Who the messages are for."""
+    """The receiver of messages and requests: the coordinator."""
 
     def connected(self, peer: WebSocketPeer) -> None: ...
     def received(self, peer: WebSocketPeer, message: FromWorker) -> None: ...
@@ -166,7 +166,7 @@ class CoordinatorApi(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Role(Generic[Message]):
-    """What is different for workers and launchers."""
+    """The differences between workers and launchers."""
 
     name: bytes
     frame_bytes: int
@@ -254,8 +254,8 @@ def application(desk: CoordinatorApi, token: str, gate: ConnectionLimits) -> Sta
 
 
 class Nonces:
-    """Nonces for HTTP requests. Those not used cost nothing, so that nobody can use them up for others: a nonce tells
-    by itself when it was issued, and by whom; only spent ones are remembered, until they are too old anyway."""
+    """Nonces for HTTP requests. A nonce contains the time and the issuer's seal, so unused ones need no memory, and no
+    client can exhaust them. Only used ones are remembered, until they expire."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -337,7 +337,7 @@ async def _is_proven(socket: WebSocket, token: str, gate: ConnectionLimits, role
 
 
 class _Flow:
-    """How fast a peer is read."""
+    """Bounds how fast a peer's messages are read."""
 
     def __init__(self) -> None:
         self._left, self._at_s = BURST, time.monotonic()
@@ -386,7 +386,7 @@ def _bears(request: Request, token: str) -> bool:
 
 
 class _Figures(Collector):
-    """The desk's numbers in the form Prometheus asks for."""
+    """The coordinator's numbers as a Prometheus collector."""
 
     def __init__(self, desk: CoordinatorApi) -> None:
         self._desk = desk

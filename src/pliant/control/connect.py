@@ -1,8 +1,8 @@
-"""A worker's connection, before anything is said on it.
+"""Opens and authenticates a worker's connection.
 
 Question  How is the coordinator reached, and how do both ends know that they belong to the same job?
-Holds     A connection is given out only when both ends have proven that they know the token, which is never sent.
-          What else may answer, or not, is an error that says what to do.
+Holds     A connection is returned only when both ends have proven that they know the token, which is never sent.
+          Any other server, or none, gives an error that says what to do.
 Source    ours; docs/design/0011-trust.md.
 """
 

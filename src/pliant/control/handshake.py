@@ -38,7 +38,7 @@ def check_brackets(address: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the coordinator is, and what opens it; with a ``context`` it speaks TLS."""
+    """The coordinator's address and token; with a ``context`` it uses TLS."""
 
     address: str
     token: str

@@ -1,11 +1,10 @@
-"""Who may be connected to the control port, and how often one may be wrong.
+"""Limits on unauthenticated connections and wrong proofs at the control port.
 
-Question  How does a port that strangers can reach stay usable for those who know the token?
-Holds     Who has not proven itself has few bytes and few seconds, and there are only so many of them, of one address
-          and in all; where one more comes, the oldest goes, so that nobody is shut out by others that only sit there. A
-          right proof always lets in: a limit that shut an address out would let any stranger behind it shut out the
-          workers there. Wrong ones are answered late once an address has used up its tries, and the log is bounded
-          with them.
+Question  How does a port that strangers can reach stay usable for clients that know the token?
+Holds     Unauthenticated connections are limited in bytes, time and number, per address and in all. A further one
+          replaces the oldest, so that idle ones cannot shut out others. A right proof is always accepted: if an address
+          could be blocked, a stranger behind it could block the workers there. Wrong proofs are answered late once an
+          address has used up its tries, which also bounds the log.
 Source    ours; docs/design/0011-trust.md. Token bucket.
 """
 
@@ -37,7 +36,7 @@ ADDRESSES = 1024
 
 
 class Closing(Protocol):
-    """A transport."""
+    """A transport that can be closed."""
 
     def close(self) -> None: ...
     def abort(self) -> None: ...
@@ -52,7 +51,7 @@ class _Bucket:
 
 
 class ConnectionLimits:
-    """Counts connections and wrong proofs. For one thread."""
+    """Counts connections and wrong proofs. Not thread-safe."""
 
     def __init__(self, log: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log

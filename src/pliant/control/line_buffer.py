@@ -1,9 +1,9 @@
-"""The journal lines that a worker keeps.
+"""The buffer of journal lines that a worker keeps.
 
-Question  Which lines may not be on disk yet, and which of them are to be sent now?
+Question  Which lines may not be on disk yet, and which of them are sent now?
 Holds     Lines are numbered without a gap and kept until the coordinator has them on disk. They are sent in order, in
-          frames of bounded size, and again from the first one that is not on disk where somebody else sent before or a
-          connection was lost.
+          frames of bounded size. After a lost connection, or if another worker was the sender before, sending starts
+          again with the first line that is not on disk.
 Source    ours; docs/protocol.md, docs/design/0003-journal.md.
 """
 
@@ -21,7 +21,7 @@ FRAME_BYTES = 1 << 20
 
 
 class LineBuffer:
-    """Used by the main loop and by the sender's thread; the mailbox knows how many lines are on disk."""
+    """Thread-safe: used by the main loop and by the sending thread. The mailbox knows how many lines are on disk."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox

@@ -1,8 +1,8 @@
-"""What the coordinator has told this worker.
+"""The coordinator's latest orders to this worker.
 
-Question  Which era am I to be in, which one is planned, and is the run over?
-Holds     Only the newest word counts, and of an older coordinator (term) nothing. Reading is cheap and never blocks;
-          whoever waits is woken by every message. No sockets here: a link, or a simulated network, fills it.
+Question  Which era should this worker be in, which one is planned, and is the run over?
+Holds     Only the newest order counts, and none of an older coordinator (term). Reading is cheap and never blocks;
+          every message wakes waiting threads. There are no sockets here: a link, or a simulated network, fills it.
 Source    ours; docs/protocol.md, docs/design/0007-elastic.md.
 """
 
@@ -35,7 +35,7 @@ Answer = TypeVar("Answer")
 
 
 class Mailbox:
-    """Messages in, the newest orders out. Thread-safe."""
+    """Receives messages, and returns the newest orders. Thread-safe."""
 
     def __init__(self, welcome: Welcome) -> None:
         self.changed = threading.Condition()

@@ -1,9 +1,9 @@
-"""What workers and the coordinator say to each other.
+"""The messages of the control channel.
 
-Question  Which messages cross the control channel, and with which fields?
-Holds     Every message is a tagged msgspec struct, encoded as msgpack in one binary WebSocket frame.
-          No tensor, no state and no pickle travels here. What reaches the coordinator is bounded where it is kept or
-          counted on; anything else is no message, and decoding it raises ``msgspec.DecodeError`` alone.
+Question  Which messages are sent over the control channel, and with which fields?
+Holds     Every message is a tagged msgspec struct, encoded as msgpack in one binary WebSocket frame. No tensors, state
+          or pickles are sent here. Fields that the coordinator keeps or computes with are bounded; decoding any other
+          frame raises ``msgspec.DecodeError``, and no other exception.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Address = Annotated[str, msgspec.Meta(max_length=300)]
 
 
 class Signature(msgspec.Struct, frozen=True):
-    """What must be equal on all workers before a group is formed."""
+    """The properties that must be equal on all workers before a group is formed."""
 
     version: Name
     parameters: list[tuple[str, list[int], str]]
@@ -54,8 +54,8 @@ class Signature(msgspec.Struct, frozen=True):
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """The first message of a worker's connection.
 
-    ``slot`` is the launcher's name for the process. ``worker`` is the name this process bears already: it lost its
-    connection, or met a new coordinator, and goes on in ``era`` at ``exchange``. Empty: a newcomer, to be named.
+    ``slot`` is the launcher's name for the process. ``worker`` is the present name of a process that reconnects, to the
+    same or a new coordinator, and goes on in ``era`` at ``exchange``; empty for a newcomer, which gets a name.
     """
 
     slot: Name
@@ -66,13 +66,13 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     exchange: Count = 0
     active: bool = False
     signature: Signature | None = None
-    """of a worker that goes on: a new coordinator has not seen it"""
+    """given after a reconnection: a new coordinator has not seen it"""
     address: Address = ""
-    """where it hands its state on; of a worker that goes on"""
+    """given after a reconnection: where it serves its state"""
 
 
 class Call(msgspec.Struct, frozen=True):
-    """The call of ``batches`` or ``evaluate`` with which a worker enlists."""
+    """The call of ``batches`` or ``evaluate`` with which a worker asks to be a member."""
 
     place: Count
     """how many calls the script made before it"""
@@ -86,7 +86,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
     signature: Signature
     address: Address
-    """``host:port`` where it hands its state on; the host is the local address of the control connection"""
+    """``host:port`` where it serves its state; the host is the local address of the control connection"""
     call: Call | None = None
 
 
@@ -99,31 +99,31 @@ class Put(msgspec.Struct, frozen=True, tag="put"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """A sign of life of the process (sent by the link's thread) and of its main loop (``progress``)."""
+    """A heartbeat of the process (sent by the link's thread), with the progress of its main loop."""
 
     era: Count
     round: Count
     progress: Count
     waiting: bool = False
-    """the main loop waits for others: no progress is no fault of its own"""
+    """the main loop waits for others, so missing progress is not its own fault"""
     usual_s: float = 0.0
     """how long a step of its main loop usually takes; 0 before the first contribution of a phase"""
     active: bool | None = None
-    """whether it holds the whole state; None: not said. The last active member is not let go before another is"""
+    """whether it holds the whole state; None: not given. The last active member stays until another one is active"""
     exchange: Count = 0
     """exchanges settled so far"""
     lasts_s: float = 0.0
-    """for how long the main loop has been where it is"""
+    """for how long the main loop has been at this point"""
     ending: bool = False
-    """it waits at the end of its script, and would compute nothing meanwhile"""
+    """it waits at the end of its script, and could compute nothing meanwhile"""
     busy: str = ""
-    """what the script has said that it is doing; empty: nothing"""
+    """what the script says it is doing (``run.busy``); empty: it is not busy"""
     expected_s: float = 0.0
     """how long that takes in all, as far as known"""
     pace: float = 0.0
     """samples per second; 0: not known"""
     handoff_s: float = 0.0
-    """how long this worker took to take the state over; 0: not known"""
+    """how long this worker took to fetch the state; 0: not known"""
 
 
 class Lines(msgspec.Struct, frozen=True, tag="lines"):
@@ -134,31 +134,31 @@ class Lines(msgspec.Struct, frozen=True, tag="lines"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """This worker was asked to go (SIGTERM, ``run.leave``): plan an era without it."""
+    """This worker was asked to leave (SIGTERM, ``run.leave``): plan an era without it."""
 
     reason: str = ""
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
-    """The worker has stopped in ``era`` after settling ``exchange``: told so, or because its collective failed."""
+    """The worker has stopped in ``era`` after settling ``exchange``: on request, or because its collective failed."""
 
     era: Count
     exchange: Count
     active: bool
     failed: str = ""
-    """why, if nobody told it to stop"""
+    """why, if it was not told to stop"""
     whole: bool = True
-    """false: of an active one, the user's own state is still on its way to it"""
+    """false: it is active, but has not received the user's own state yet"""
 
 
 class Unformed(msgspec.Struct, frozen=True, tag="unformed"):
-    """The group of ``era`` could not be formed here, and this worker has given it up for good."""
+    """The group of ``era`` could not be formed here, and this worker has abandoned it for good."""
 
     era: Count
     unreached: Annotated[list[Name], msgspec.Meta(max_length=1000)] = []
-    """whose data ports could not be reached"""
+    """members whose data ports could not be reached"""
     connecting: bool = True
-    """it came so far as to connect: false where the coordinator was away, or somebody else never came"""
+    """it got as far as connecting; false if the coordinator was away, or another member never came"""
 
 
 class Entered(msgspec.Struct, frozen=True, tag="entered"):
@@ -171,36 +171,36 @@ class Entered(msgspec.Struct, frozen=True, tag="entered"):
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """This worker cannot go on. ``shown`` is true when the user already saw a traceback.
 
-    ``fatal``: an error that all workers make alike and no restart can mend; it ends the run at once.
+    ``fatal``: an error that all workers have and no restart can fix; it ends the run at once.
     """
 
     reason: str
     shown: bool = False
     fatal: bool = False
-    """found on all workers alike: starting this one again cannot mend it, so the run ends"""
+    """the error occurs on all workers: starting this one again cannot fix it, so the run ends"""
     own: bool = False
-    """found on this worker only, and starting it again cannot mend it: the run goes on without its slot"""
+    """the error concerns this worker only, and starting it again cannot fix it: the run goes on without its slot"""
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """The script left ``join`` in good order; ``left``: without the run's outcome, because it was asked to go."""
+    """The script left ``join`` in an orderly way; ``left``: without the run's outcome, because it was asked to."""
 
     left: bool = False
     over: bool = False
-    """it left because the run is over, and came too late to hold its outcome: nobody waits for it any more"""
+    """it left because the run is over, and joined too late to hold its outcome: no other worker waits for it"""
 
 
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
-    """A checkpoint is complete, and every member has settled what it is of. It exists once the journal names it."""
+    """A checkpoint is complete, and all members have settled its exchange. It exists once the journal names it."""
 
     name: Directory
     records: Count
-    """journal records of the workers that lead to it"""
+    """number of workers' journal records before it"""
     round: Count
 
 
 class Plan(msgspec.Struct, frozen=True, tag="plan"):
-    """How far the script means to go; only for the estimate of the time left."""
+    """The script's plan of epochs or samples; only for the estimate of the time left."""
 
     epochs: Count | None = None
     samples: Count | None = None
@@ -210,29 +210,31 @@ class Plan(msgspec.Struct, frozen=True, tag="plan"):
 
 
 class Past(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """A call that all workers have left: what a newcomer's call at that place returns."""
+    """A finished call, with the result that the same call of a newcomer returns."""
 
     task: str
     epoch: int
     result: float | None = None
     results: dict[str, float | None] | None = None
-    """where ``evaluate`` has measured several means"""
+    """if ``evaluate`` has measured several means"""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The connection now speaks for ``worker``."""
+
     job: JobName
     worker: str
     """the name given, or confirmed"""
     term: int
     dead_after_s: float
     written: int
-    """journal records of the workers that are on disk"""
+    """number of workers' journal records on disk"""
     running: bool = False
-    """training has begun: enlist with the first call that is not past"""
+    """training has begun: send ``Ready`` with the first call that is not past"""
     past: list[Past] = []
     """finished top-level calls, in their order"""
     rewinds: int = 0
-    """how often the run has gone back to a checkpoint: a script that began before the last time is past it"""
+    """how often the run has gone back to a checkpoint: a script that began before the last time is too far ahead"""
 
 
 class EraStart(msgspec.Struct, frozen=True, tag="era"):
@@ -243,17 +245,17 @@ class EraStart(msgspec.Struct, frozen=True, tag="era"):
     attempt: int
     roster: list[str]
     donor: str
-    """holds the state that all enter with: the furthest ahead; in the first era the leader"""
+    """the member whose state all enter with: the one furthest ahead; in the first era the leader"""
     exchange: int
-    """what the donor has settled"""
+    """exchanges that the donor has settled"""
     addresses: dict[str, str]
-    """where each member hands its state on"""
+    """where each member serves its state"""
     records: int = 0
-    """journal records of the workers that are written: where nothing was settled, all go on counting from there"""
+    """number of workers' journal records so far: if no exchange was settled, all go on counting from there"""
     checkpoints: list[Directory] = []
-    """nobody holds the state: the donor reads the first of these that is whole, and tells the others"""
+    """set if no worker holds the state: the donor reads the first undamaged one, and sends its state to the others"""
     round: int = 0
-    """with these: the last one in the journal, whose number is not used again"""
+    """with ``checkpoints``: the last round in the journal, whose number is not used again"""
 
 
 class EraPlan(msgspec.Struct, frozen=True, tag="era_plan"):
@@ -270,8 +272,8 @@ class EraPlan(msgspec.Struct, frozen=True, tag="era_plan"):
 class Broken(msgspec.Struct, frozen=True, tag="broken"):
     """Every era up to ``era`` is over: stop, settle nothing more, answer ``stopped``.
 
-    The group of those who are left is formed meanwhile, so that it is there when they have all answered; where the
-    next era has another roster it is given up.
+    The group of the remaining members (``roster``) is formed meanwhile, so that it is ready when all have answered. If
+    the next era has another roster, that group is abandoned.
     """
 
     term: int
@@ -282,14 +284,14 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
 
 
 class Void(msgspec.Struct, frozen=True, tag="void"):
-    """The planned ``era`` will not come about: forget it, and go on."""
+    """The planned ``era`` is dropped: forget it, and go on."""
 
     term: int
     era: int
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """Go in good order (``pliant drain``, ``pliant scale``)."""
+    """Leave in an orderly way (``pliant drain``, ``pliant scale``)."""
 
     reason: str
 
@@ -302,19 +304,19 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
-    """So many of the workers' journal records are on disk; earlier ones need not be kept."""
+    """This number of the workers' journal records are on disk; they need not be kept any more."""
 
     count: int
 
 
 class Again(msgspec.Struct, frozen=True, tag="again"):
-    """The coordinator lacks journal records from this number on: whoever keeps them sends them once more."""
+    """The coordinator lacks journal records from this number on: members that keep them send them again."""
 
     first: int
 
 
 class Hold(msgspec.Struct, frozen=True, tag="hold"):
-    """A coordinator that takes a lost one's place still reads the journal: wait for its answer."""
+    """A new coordinator still reads the journal of a lost one: wait for its answer."""
 
 
 class Named(msgspec.Struct, frozen=True, tag="named"):
@@ -324,14 +326,14 @@ class Named(msgspec.Struct, frozen=True, tag="named"):
 
 
 class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
-    """This worker does not fit; the connection is closed after it. ``again``: come back as a newcomer."""
+    """This worker is refused; the connection is closed after it. ``again``: come back as a newcomer."""
 
     reason: str
     again: bool = False
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """The run is over for everybody. ``completed``: well, so a latecomer exits with status 0."""
+    """The run is over for all. ``completed``: successfully, so a worker that comes too late exits with status 0."""
 
     reason: str
     completed: bool = False
@@ -341,7 +343,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Enlist(msgspec.Struct, frozen=True, tag="enlist"):
-    """The first message of a launcher's connection. ``slots`` are those it runs already (a coordinator's restart)."""
+    """The first message of a launcher's connection. ``slots`` are those it already runs (after a reconnection)."""
 
     agent: Name
     """empty: to be named"""
@@ -369,7 +371,7 @@ class Interrupted(msgspec.Struct, frozen=True, tag="interrupted"):
 
 
 class Noticed(msgspec.Struct, frozen=True, tag="noticed"):
-    """The launcher's notice command says that this machine goes away: its workers are to leave."""
+    """The launcher's notice command reports that this machine will be taken away: its workers must leave."""
 
 
 # coordinator -> launcher
@@ -384,7 +386,7 @@ class Enlisted(msgspec.Struct, frozen=True, tag="enlisted"):
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """Start (again) the process of a slot. A name the launcher does not know yet is a new slot (``pliant scale``)."""
+    """Start or restart the process of a slot. A name unknown to the launcher is a new slot (``pliant scale``)."""
 
     slot: Slot
 

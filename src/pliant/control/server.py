@@ -1,9 +1,9 @@
-"""The coordinator's one port, below the application.
+"""The server of the coordinator's port, below the application.
 
-Question  How many bytes, seconds and connections does a stranger get?
-Holds     Frames and headers are a few hundred bytes and a few kilobytes at most until a connection has proven that it
-          knows the token; then the limit is that of its role. Every connection is known to the gate from its first
-          moment to its last.
+Question  How many bytes, seconds and connections may unauthenticated clients use?
+Holds     Until a connection has proven that it knows the token, its frames are limited to a few hundred bytes and its
+          headers to a few kilobytes; then the limit of its role holds. ``ConnectionLimits`` knows every connection from
+          its opening to its close.
 Source    ours; docs/design/0011-trust.md. Subclasses of uvicorn's protocols, which have one limit for all connections.
 """
 
@@ -36,7 +36,7 @@ _TLS_HELLO = 0x16
 
 
 class ServerSettings(uvicorn.Config):
-    """uvicorn's, and the gate for its protocols."""
+    """uvicorn's settings, with the connection limits for its protocols."""
 
     def __init__(self, app: Starlette, gate: ConnectionLimits) -> None:
         super().__init__(
@@ -61,7 +61,7 @@ class ServerSettings(uvicorn.Config):
 
 
 class Server(uvicorn.Server):
-    """Serves an application in the caller's event loop and leaves signals to the caller."""
+    """Serves an application in the caller's event loop, and does not handle signals."""
 
     def __init__(self, app: Starlette, gate: ConnectionLimits, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(ServerSettings(app, gate))

@@ -1,9 +1,9 @@
 """TLS for the control port.
 
-Question  How is the control channel encrypted when a certificate is given, and what is said when it does not fit?
-Holds     TLS 1.3 only. Who connects checks the certificate against the job's own authority and the host it asked for;
-          who is connected to asks for the token, never for a certificate. Whatever is wrong with a certificate is a
-          ``PliantError`` with one line. A ``SecureSocket`` socket may be read by one thread and written by another.
+Question  How is the control channel encrypted with a certificate, and what is reported if the certificate does not fit?
+Holds     TLS 1.3 only. A client checks the certificate against the job's own authority and the requested host; the
+          server asks for the token, never for a client certificate. Any problem with a certificate is a ``PliantError``
+          of one line. A ``SecureSocket`` may be read by one thread and written by another.
 Source    ours; docs/design/0011-trust.md. Codes: X509_verify_cert_error_string(3).
 """
 
@@ -125,10 +125,10 @@ def wants_tls(address: str) -> Refused:
 
 
 class SecureSocket:
-    """A connected socket under TLS, in the form that the WebSocket library needs of one.
+    """A connected socket under TLS, with the interface that the WebSocket library needs.
 
-    The ``ssl`` module's own sockets must not be used by two threads at once, which the library does. Here every use of
-    the TLS state is under a lock, and waiting for the network is not.
+    The library uses a socket in two threads at once, which the ``ssl`` module's own sockets do not allow. Here every
+    use of the TLS state is under a lock, but waiting for the network is not.
     """
 
     def __init__(self, raw: socket.socket, context: ssl.SSLContext, host: str) -> None:

@@ -1,1 +1,1 @@
-"""coordinator: What does the coordinator's process do with what it hears, and what does it keep?"""
+"""coordinator: What does the coordinator's process do with the messages it receives, and what does it store?"""

@@ -1,8 +1,8 @@
-"""What people and monitors can read about a run.
+"""What users and monitors can read about a run.
 
-Question  How is the run getting on, and what was notable about it?
-Holds     Figures are the journal's (``StatusTracker``) and the roster's; nothing is decided here. Notes are printable,
-          and the last ones are kept.
+Question  What is the run's status, and which notable events were there?
+Holds     Figures come from the journal (``StatusTracker``) and the roster; nothing is decided here. Notes contain only
+          printable characters; the last ones are kept.
 Source    ours.
 """
 
@@ -24,10 +24,10 @@ from pliant.types import WorkerId
 EVENTS_KEPT = 1000
 
 CHANGES_KEPT = 1000
-"""Between two eras, in the journal."""
+"""Most changes of workers that are journaled with an era."""
 
 CHANGE_LENGTH = 200
-"""Characters of a reason in the journal."""
+"""Most characters of a change's text in the journal."""
 
 
 class RunEvent(msgspec.Struct, frozen=True):
@@ -40,14 +40,14 @@ class RunEvent(msgspec.Struct, frozen=True):
 
 
 class StatusBoard:
-    """Kept by the coordinator, for whoever asks. ``unix_offset_s`` makes its clock's time that of a calendar."""
+    """The status kept by the coordinator. ``unix_offset_s``, added to the coordinator's clock, gives the Unix time."""
 
     def __init__(self, account: JournalSummary, unix_offset_s: float) -> None:
         self._account = account
         self._unix_offset_s = unix_offset_s
         self._happenings: deque[RunEvent] = deque(maxlen=EVENTS_KEPT)
         self._changes: deque[journal.ChangeLine] = deque(maxlen=CHANGES_KEPT)
-        """of workers, since the last era"""
+        """changes of workers since the last era"""
 
     @property
     def tally(self) -> StatusTracker:
@@ -60,7 +60,7 @@ class StatusBoard:
         return self.tally.status
 
     def add(self, record: journal.Record, now_s: float) -> list[Note]:
-        """Take in one journal record; what is notable about it."""
+        """Add one journal record; returns what is notable about it."""
         self._account.add(record, now_s)
         if not isinstance(record, journal.RoundRecord):
             return []
@@ -73,7 +73,7 @@ class StatusBoard:
         return notes
 
     def describe(self, state: roster.Roster) -> None:
-        """What the roster's decisions have made of slots and eras."""
+        """Update the status of slots and eras from the roster."""
         status = self.current
         present = {worker.slot: worker for worker in reversed(state.workers)}
         for slot in state.slots:
@@ -90,7 +90,7 @@ class StatusBoard:
         status.restarts = sum(slot.restarts for slot in state.slots)
 
     def note(self, note: Note, now_s: float) -> str:
-        """Keep a notable event; its text as a terminal may show it."""
+        """Keep a notable event; returns its text in printable form."""
         text = convert.printable(note.text)
         unix_s = now_s + self._unix_offset_s
         self._happenings.append(RunEvent(unix_s, note.kind, note.worker, text))
@@ -99,14 +99,14 @@ class StatusBoard:
         return text
 
     def dated(self, record: journal.Record, now_s: float) -> journal.Record:
-        """The record as it is written down: an era with its time, and with what has led to it."""
+        """The record to write: an era record gets its time, and the changes of workers before it."""
         if not isinstance(record, journal.EraRecord):
             return record
         changes = list(self._changes)
         self._changes.clear()
         return msgspec.structs.replace(record, unix_s=now_s + self._unix_offset_s, changes=changes)
 
-    # for whoever asks
+    # queries
 
     def status(self) -> bytes:
         """The run's status as JSON."""
@@ -117,7 +117,7 @@ class StatusBoard:
         return b"[" + b",\n ".join(msgspec.json.encode(happening) for happening in self._happenings) + b"]\n"
 
     def figures(self) -> Mapping[str, float]:
-        """The run's numbers for its metrics."""
+        """The run's numbers for the metrics endpoint."""
         status = self.current
         known = {"batch": status.batch, "rate": status.rate, "loss": status.loss}
         return {

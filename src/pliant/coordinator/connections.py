@@ -1,8 +1,8 @@
 """The coordinator's open connections, of workers or of launchers.
 
-Question  Who is at which connection, and where is somebody reached?
+Question  Which worker or launcher is at a connection, and by which connection is it reached?
 Holds     A connection is known from its opening to its close; it has a name from its introduction on. A name is reached
-          at the last connection that it was introduced at. Messages to whoever is not there go nowhere.
+          by the last connection that was introduced under it. Messages to a name without a connection are dropped.
 Source    ours; docs/protocol.md.
 """
 
@@ -26,7 +26,7 @@ class Peer(Protocol):
 
 
 class Connections(Generic[Name]):
-    """Those of one kind of peer."""
+    """The connections of one kind of peer."""
 
     def __init__(self) -> None:
         self._open: dict[int, Peer] = {}
@@ -37,21 +37,21 @@ class Connections(Generic[Name]):
         return len(self._open)
 
     def opened(self, peer: Peer) -> None:
-        """It has to introduce itself before anything else."""
+        """A connection was opened; it has no name yet."""
         self._open[peer.number] = peer
 
     def closed(self, peer: Peer) -> Name | None:
-        """It is gone; whose it was."""
+        """A connection was closed; returns its name, if it had one."""
         self._open.pop(peer.number, None)
         return self.forget(peer)
 
     def introduce(self, peer: Peer, name: Name) -> None:
-        """From now on it speaks for ``name``, who is reached here."""
+        """From now on the connection speaks for ``name``."""
         self._names[peer.number] = name
         self._peers[name] = peer
 
     def forget(self, peer: Peer) -> Name | None:
-        """Whatever it still says does not count; whose it was."""
+        """Ignore the connection from now on; returns its name, if it had one."""
         name = self._names.pop(peer.number, None)
         if name is not None and self._peers.get(name) is peer:
             del self._peers[name]
@@ -62,21 +62,21 @@ class Connections(Generic[Name]):
         return self._open.get(number)
 
     def name_at(self, number: int) -> Name | None:
-        """Who speaks there; None before the introduction."""
+        """The name of that connection; None before the introduction."""
         return self._names.get(number)
 
     def introduced(self) -> tuple[Peer, ...]:
-        """Where somebody is reached."""
+        """The connections by which names are reached."""
         return tuple(self._peers.values())
 
     def send(self, message: messages.FromCoordinator | messages.ToAgent, to: Iterable[Name]) -> None:
-        """Tell those who are there."""
+        """Send a message to those of ``to`` that are connected."""
         for name in to:
             peer = self._peers.get(name)
             if peer is not None:
                 peer.send(message)
 
     def send_all(self, message: messages.FromCoordinator | messages.ToAgent) -> None:
-        """Tell everybody who has been introduced."""
+        """Send a message to all introduced connections."""
         for peer in self.introduced():
             peer.send(message)

@@ -1,6 +1,6 @@
-"""Between the control channel's messages and the roster's values.
+"""Conversion between the messages of the control channel and the events and effects of the roster.
 
-Question  Which event is a message, which message an effect, and how is the roster's state told in a word?
+Question  Which event does a message become, which message an effect, and which word describes a worker's state?
 Holds     Nothing is decided here.
 Source    ours; docs/protocol.md.
 """
@@ -20,21 +20,21 @@ from pliant.core.membership.compatibility import Terms
 from pliant.types import WorkerId
 
 TEXT_LENGTH = 2000
-"""Of a line for people: what a worker failed with may be a tensor in words."""
+"""Longest line for people: a worker's error may contain a printed tensor."""
 
 _BUSY_LETTERS = 100
 
 LEAST_DEAD_AFTER_S = 0.1
-"""Below it every worker would be lost at once, whatever a script says."""
+"""Least ``dead_after`` that is accepted: below it every worker would be lost immediately."""
 
 
 def last_name(slot: members.Slot) -> str:
-    """The name of the slot's last worker, or of its first one to be."""
+    """The name of the slot's last worker, or of its first one if there was none yet."""
     return slot.name if slot.names <= 1 else f"{slot.name}.{slot.names}"
 
 
 def word(slot: members.Slot, worker: members.SlotWorker | None, *, unreachable: bool = False) -> str:
-    """What a slot's worker is doing, in one word; ``unreachable``: no group can be formed with it."""
+    """The state of a slot's worker, in one word; ``unreachable``: no group can be formed with it."""
     if worker is not None:
         match worker.line, worker.standing:
             case members.Disconnected(), _:
@@ -65,7 +65,7 @@ def word(slot: members.Slot, worker: members.SlotWorker | None, *, unreachable: 
 
 
 def verdict(record: RoundRecord) -> str:
-    """Why the delay is what it is, in a line."""
+    """One line about a decision on the delay, with the measured harvests."""
     named = {0: "without delay", 1: "with delay 1"}
     known = [
         f"{named[delay]} {harvest:.0%}"
@@ -76,7 +76,7 @@ def verdict(record: RoundRecord) -> str:
 
 
 def drifted(drift: DriftLine, roster: Sequence[str]) -> list[tuple[str, str]]:
-    """Whose weights differed and were healed, and that in a line; who is thrown out says so itself."""
+    """(worker, one line) for each worker that fetches the state again; an expelled one reports that itself."""
     return [
         (
             roster[member],
@@ -89,7 +89,7 @@ def drifted(drift: DriftLine, roster: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def event(worker: WorkerId, message: messages.FromWorker, calls: Sequence[MadeCall]) -> events.OfWorker:
-    """What a member says about itself; ``calls`` are those that the group has made."""
+    """The event for a member's message; ``calls`` are those that the group has made."""
     match message:
         case messages.Ready():
             return _offer(worker, message, calls)
@@ -114,7 +114,7 @@ def event(worker: WorkerId, message: messages.FromWorker, calls: Sequence[MadeCa
 
 
 def beat(worker: WorkerId, m: messages.Beat) -> events.Heartbeat:
-    """A sign of life. Times are a worker's own word: what is no number counts as nothing."""
+    """A heartbeat. Times come from the worker unchecked: negative, infinite and NaN values count as 0."""
     lasts_s, expected_s, pace, handoff_s = (
         value if 0.0 <= value < math.inf else 0.0 for value in (m.lasts_s, m.expected_s, m.pace, m.handoff_s)
     )
@@ -137,7 +137,7 @@ def beat(worker: WorkerId, m: messages.Beat) -> events.Heartbeat:
 
 
 def _seconds(ready: messages.Ready, name: str, least_s: float) -> float | None:
-    """A setting of the script; None where it has none, or one that makes no sense."""
+    """A setting of the script in seconds; None if it is missing, not a number or below ``least_s``."""
     try:
         given_s = float(ready.signature.settings[name])
     except (KeyError, ValueError):
@@ -149,7 +149,7 @@ def _offer(worker: WorkerId, ready: messages.Ready, calls: Sequence[MadeCall]) -
     length: int | None = None
     recorded: int | None = None
     call = ready.call
-    # Where the tasks differ, the group says so when the call is made.
+    # If the tasks differ, the group reports it when the call is made.
     if call is not None and 0 <= call.place < len(calls) and calls[call.place].task == call.task:
         length, recorded = call.length, calls[call.place].length
     dead_after_s = _seconds(ready, "dead_after", LEAST_DEAD_AFTER_S)
@@ -160,7 +160,7 @@ def _offer(worker: WorkerId, ready: messages.Ready, calls: Sequence[MadeCall]) -
 
 
 def arrival(peer: int, hello: messages.Hello) -> events.Arrived:
-    """A worker introduces itself."""
+    """The event for a worker's ``Hello``."""
     return events.Arrived(
         peer,
         events.SlotId(hello.slot),
@@ -176,21 +176,21 @@ def arrival(peer: int, hello: messages.Hello) -> events.Arrived:
 
 
 def enlistment(peer: int, enlist: messages.Enlist) -> events.AgentArrived:
-    """A launcher introduces itself."""
+    """The event for a launcher's ``Enlist``."""
     slots = tuple(events.SlotId(name) for name in enlist.slots)
     wanted = max(0, enlist.wanted)
     return events.AgentArrived(peer, events.AgentId(enlist.agent), enlist.version, slots, wanted, enlist.owner)
 
 
 def terms(signature: messages.Signature) -> Terms:
-    """What a worker brings."""
+    """The terms in a worker's signature."""
     parameters = tuple((name, tuple(shape), dtype) for name, shape, dtype in signature.parameters)
     settings = tuple(sorted(signature.settings.items()))
     return Terms(signature.version, parameters, settings, signature.torch, signature.python, signature.device)
 
 
 def started(effect: events.StartEra, term: int, written: int, last_round: int) -> messages.EraStart:
-    """An era begins; ``written`` records and rounds up to ``last_round`` are known of the run."""
+    """The message that starts an era; ``written`` records and rounds up to ``last_round`` are known."""
     return messages.EraStart(
         term,
         effect.era,
@@ -206,23 +206,23 @@ def started(effect: events.StartEra, term: int, written: int, last_round: int) -
 
 
 def planned(effect: events.PlanEra, term: int) -> messages.EraPlan:
-    """An era will begin."""
+    """The message that plans an era."""
     names, addresses = _texts(effect.roster), _addressed(effect.addresses)
     return messages.EraPlan(term, effect.era, effect.attempt, names, effect.donor, addresses)
 
 
 def broken(effect: events.BreakEra, term: int) -> messages.Broken:
-    """The present era is over."""
+    """The message that ends the present era."""
     return messages.Broken(term, effect.era, effect.reason, effect.attempt, _texts(effect.roster))
 
 
 def _texts(workers: Iterable[WorkerId]) -> list[str]:
-    """Names as they travel."""
+    """Names in the form in which they are sent."""
     return [str(worker) for worker in workers]
 
 
 def _addressed(addresses: Iterable[tuple[WorkerId, str]]) -> dict[str, str]:
-    """Addresses as they travel."""
+    """Addresses in the form in which they are sent."""
     return {str(name): address for name, address in addresses}
 
 
@@ -232,6 +232,6 @@ def first_line(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """What a terminal shows and does not obey, and not too much of it."""
+    """The text without control characters, and cut to ``TEXT_LENGTH``."""
     text = text if len(text) <= TEXT_LENGTH else text[: TEXT_LENGTH - 1] + "…"
     return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)

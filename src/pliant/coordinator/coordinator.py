@@ -1,8 +1,9 @@
 """The coordinator's loop.
 
-Question  An event comes in, ``core.membership.advance`` decides: how are the effects carried out?
-Holds     One method takes one event; the clock is passed in. All decisions are ``core.membership.advance``'s. Who is at
-          which connection is ``Connections``', what is on disk ``Recorder``'s, what people can read ``StatusBoard``'s.
+Question  How are events from connections fed to ``core.membership.advance``, and its effects carried out?
+Holds     One method takes one event; the clock is passed in. All decisions are made by ``core.membership.advance``.
+          ``Connections`` knows which worker is at which connection, ``Recorder`` what is on disk, ``StatusBoard`` what
+          users can read.
 Source    ours; docs/protocol.md, docs/design/0007-elastic.md.
 """
 
@@ -29,31 +30,31 @@ from pliant.core.membership import roster as members
 from pliant.types import WorkerId
 
 STATUS_EVERY_S = 0.2
-"""How often launchers are told how the run is getting on."""
+"""How often launchers are sent the run's status."""
 
 KEEP_EVERY_S = 5.0
-"""How often the state file is written: so much of the journal a new coordinator has to read."""
+"""How often the state file is written: a new coordinator has to read the journal from there on."""
 
 KEEP_BYTES = 1 << 20
-"""Nor more than about this much of a fast run's."""
+"""The state file is also written when the journal has grown by about this much."""
 
 KEEP_SHARE = 100.0
-"""It is written less often where that takes long: a script may have made a hundred thousand calls."""
+"""It is written at most every this many times the duration of writing: a script may have made 100,000 calls."""
 
 GAP_PATIENCE_S = 10.0
-"""Beyond ``dead_after``: then nobody is left who may still send what is missing."""
+"""Added to ``dead_after``: after that no worker is left that could still send the missing records."""
 
 INCOMPLETE = "the journal is incomplete"
 
 INCOMPLETE_EXIT = 4
-"""Exit status of a run that went well, but whose journal does not prove it: a part of it was lost."""
+"""Exit status of a run that succeeded, but whose journal cannot prove it because a part of it was lost."""
 
 END_PATIENCE_S = 60.0
-"""How long a run that is over waits for its journal to be whole."""
+"""How long a run that is over waits for its journal to be complete."""
 
 
 class Coordinator:
-    """Feeds ``core.membership.advance`` and carries out what it decides. It is the ``CoordinatorApi`` of
+    """Feeds events to ``core.membership.advance`` and carries out its effects. It is the ``CoordinatorApi`` of
     ``control.app``."""
 
     def __init__(
@@ -73,19 +74,19 @@ class Coordinator:
         """how the run ended; None while it goes on"""
         self._clock = clock
         self._account = account or JournalSummary(charter.job, term)
-        """what is written, or waits to be"""
+        """summary of all records, written or waiting to be written"""
         self._bulletin = StatusBoard(self._account, started_unix_s - now_s)
         self._recorder = Recorder(journal_file, now_s, self._account.written)
         self._workers = Connections[WorkerId]()
         self._agents = Connections[events.AgentId]()
         self._formation = StoreRelay(self._workers)
         self._ending: tuple[events.Ended, float] | None = None
-        """the end that waits for the journal, and until when"""
+        """the end of a run that waits for its journal to be written, and until when it waits"""
         self._shown_s = now_s
         self._beats: list[tuple[events.Heartbeat, float]] = []
-        """signs of life since the last event: they are taken together with the next one, a tick at the latest"""
+        """heartbeats since the last event: they are processed with the next one, at the latest with the next tick"""
         self._kept_s, self._keeping_s = now_s - KEEP_EVERY_S, 0.0
-        """when the state file was written, and how long that took"""
+        """when the state file was last written, and how long that took"""
         self._kept_size = 0
         if account is None:
             self._state = advance.gathered(charter.rules, term, charter.dead_after_s, now_s)
@@ -95,7 +96,7 @@ class Coordinator:
             legacy = inherited(charter, account, term, now_s, rewind=rewind)
             self._state, self.end = legacy.state, legacy.end
             if self.end is None:
-                # Nobody knows what the lost one has waited for.
+                # It is not known whether the lost coordinator has synced its last records.
                 self._recorder.sync_now()
                 self._keep(now_s)
 
@@ -111,14 +112,14 @@ class Coordinator:
         *,
         rewind: bool = False,
     ) -> Coordinator:
-        """One that takes a lost one's place, with what that one had written; ``rewind``: nobody else is left either."""
+        """A coordinator that replaces a lost one and continues its journal; ``rewind``: all workers are lost, too."""
         return cls(charter, journal_file, clock, started_unix_s, term=term, account=account, rewind=rewind)
 
     # events
 
     def handle(self, event: events.Event, now_s: float) -> None:
-        """Take one event and carry out what follows from it."""
-        # In their order: a sign of life says nothing against what was said after it.
+        """Process one event and carry out its effects."""
+        # Heartbeats first, in their order: they are older than the event.
         beats, self._beats = self._beats, []
         self._state, effects = advance.advance(advance.heard(self._state, beats), event, now_s)
         for effect in effects:
@@ -139,11 +140,11 @@ class Coordinator:
             self._tell(now_s)
 
     def connected(self, peer: Peer) -> None:
-        """A worker's connection was opened; it has to introduce itself before anything else."""
+        """A worker's connection was opened; its first message must be ``Hello``."""
         self._workers.opened(peer)
 
     def received(self, peer: Peer, message: messages.FromWorker) -> None:
-        """One message of a worker."""
+        """Process one message from a worker."""
         worker = self._workers.name_at(peer.number)
         if isinstance(message, messages.Hello):
             self.handle(convert.arrival(peer.number, message), self._clock())
@@ -151,7 +152,7 @@ class Coordinator:
             self._heard(worker, message, self._clock())
 
     def closed(self, peer: Peer) -> None:
-        """A worker's connection is gone."""
+        """A worker's connection was closed."""
         worker = self._workers.closed(peer)
         if worker is not None:
             self.handle(events.ConnectionLost(worker, peer.number), self._clock())
@@ -161,7 +162,7 @@ class Coordinator:
         self._agents.opened(peer)
 
     def agent_received(self, peer: Peer, message: messages.FromAgent) -> None:
-        """One message of a launcher."""
+        """Process one message from a launcher."""
         now_s = self._clock()
         agent = self._agents.name_at(peer.number)
         match message:
@@ -179,19 +180,19 @@ class Coordinator:
             case messages.Noticed() if agent is not None:
                 self.handle(events.PreemptionNotice(agent), now_s)
             case _:
-                # Nobody has introduced it.
+                # The launcher has not introduced itself.
                 pass
 
     def agent_closed(self, peer: Peer) -> None:
-        """A launcher's connection is gone."""
+        """A launcher's connection was closed."""
         agent = self._agents.closed(peer)
         if agent is not None:
             self.handle(events.AgentLost(agent, peer.number), self._clock())
 
-    # people
+    # requests of users
 
     def scale(self, workers: int) -> tuple[int, str]:
-        """Have so many workers; an HTTP status and one line."""
+        """Ask for this number of workers; returns an HTTP status and one line."""
         refusal = processes.scale_refusal(self._state, workers)
         if refusal is not None:
             return 422, refusal
@@ -199,7 +200,7 @@ class Coordinator:
         return 200, f"{workers} workers are wanted"
 
     def drain(self, worker: str) -> tuple[int, str]:
-        """Let a worker leave; an HTTP status and one line."""
+        """Ask a worker to leave; returns an HTTP status and one line."""
         slot, refusal = processes.drain_refusal(self._state, worker)
         if slot is None:
             return 404, refusal
@@ -218,7 +219,7 @@ class Coordinator:
         return self._bulletin.happenings()
 
     def figures(self) -> Mapping[str, float]:
-        """The run's numbers for its metrics."""
+        """The run's numbers for the metrics endpoint."""
         self._bulletin.describe(self._state)
         return self._bulletin.figures()
 
@@ -230,12 +231,12 @@ class Coordinator:
 
     @property
     def state(self) -> members.Roster:
-        """What the decisions are based on; for tests and simulations."""
+        """The state of the decisions; for tests and simulations."""
         return self._state
 
     @property
     def written(self) -> int:
-        """How many records of workers are on disk."""
+        """How many of the workers' records are on disk."""
         return self._recorder.on_disk
 
     @property
@@ -243,7 +244,7 @@ class Coordinator:
         """Whether a launcher is connected."""
         return len(self._agents) > 0
 
-    # what workers say
+    # messages of workers
 
     def _heard(self, worker: WorkerId, message: messages.FromWorker, now_s: float) -> None:
         match message:
@@ -265,13 +266,13 @@ class Coordinator:
                 self.handle(convert.event(worker, message, self._bulletin.tally.calls), now_s)
 
     def _record(self, worker: WorkerId, lines: messages.Lines, now_s: float) -> None:
-        """Write down what a worker tells of the run."""
+        """Write a worker's journal records."""
         taken = self._recorder.taken(lines.first, lines.records)
         if isinstance(taken, str):
             self.handle(events.Failed(worker, taken), now_s)
             return
         if lines.records:
-            # Lines leave a worker when everybody has settled an exchange: there is a state that a new start would lose.
+            # Workers send records after all have settled an exchange: there is a state that a new start would lose.
             self._state = replace(self._state, settled=max(self._state.settled, 1))
         self._write(taken)
 
@@ -294,7 +295,7 @@ class Coordinator:
             self._keep(now_s)
 
     def _name_checkpoints(self, now_s: float) -> None:
-        """Checkpoints exist from here on, where the disk keeps everything that leads to them."""
+        """Journal the checkpoints whose preceding records are safely on disk: only then do they exist."""
         due = self._recorder.checkpoints_due()
         if not due:
             return
@@ -303,14 +304,14 @@ class Coordinator:
             if saved.name not in known:
                 self._write([journal.CheckpointRecord(saved.name, saved.records, saved.round)])
                 known = (saved.name, *known)[: members.CHECKPOINTS_KEPT]
-        # Older ones are removed because of this: it must not be forgotten.
+        # Older checkpoints are removed because of these records, so they must survive a power cut.
         self._recorder.sync_now()
         self._state = replace(self._state, checkpoints=known)
         self._send_members(messages.Named(list(known)))
         self._keep(now_s)
 
     def _mind_the_gap(self, now_s: float) -> None:
-        """Ask for records that are missing; go on without those that nobody has."""
+        """Ask the workers for missing records; after a while, go on without them."""
         first = self._recorder.gap(now_s)
         if first is not None:
             self._send_members(messages.Again(first))
@@ -326,7 +327,7 @@ class Coordinator:
         return since_s >= KEEP_SHARE * self._keeping_s and (since_s >= KEEP_EVERY_S or grown >= KEEP_BYTES)
 
     def _keep(self, now_s: float) -> None:
-        """Write down what a coordinator that takes this one's place needs."""
+        """Write the state file for a coordinator that replaces this one."""
         if not self._recorder.is_whole:
             return
         began_s = self._clock()
@@ -369,7 +370,7 @@ class Coordinator:
                 assert_never(effect)
 
     def _answer(self, effect: events.Admit | events.Refuse | events.Dismiss | events.Close) -> None:
-        """Say yes or no to a connection, of a worker or of a launcher."""
+        """Admit or turn away a connection of a worker or a launcher."""
         peer = self._workers.at(effect.peer) or self._agents.at(effect.peer)
         if peer is None:
             return
@@ -401,7 +402,7 @@ class Coordinator:
         )
 
     def _take_plan(self, worker: WorkerId, epochs: int | None, samples: int | None) -> None:
-        """How far the script means to go. A newcomer may be refused: it is believed only where nobody has said so."""
+        """Note the script's plan; a newcomer's only if there is none yet, because the newcomer may be refused."""
         known = self._bulletin.tally.status
         newcomer = members.worker_of(self._state, worker)
         is_member = newcomer is not None and isinstance(newcomer.standing, members.EraMember)
@@ -409,10 +410,10 @@ class Coordinator:
             self._bulletin.tally.plan(epochs, samples)
 
     def _knows_past(self) -> bool:
-        """Whether what the journal knows to be over is so for certain; else newcomers find that out as members.
+        """Whether the finished calls in the journal are final; otherwise newcomers learn them as members.
 
-        Not before the first era, nor, where the run can go back to a checkpoint, until the era in force has told where
-        it began.
+        They are not before the first era, nor, if the run can go back to a checkpoint, until the era in force has
+        journaled where it began.
         """
         state = self._state
         if isinstance(state.stage, members.Gathering):
@@ -437,14 +438,14 @@ class Coordinator:
     def _enroll(self, effect: events.Enroll, now_s: float) -> None:
         peer = self._agents.at(effect.peer)
         if peer is None:
-            # It went while it had to wait.
+            # It disconnected while it had to wait.
             self.handle(events.AgentLost(effect.agent, effect.peer), now_s)
             return
         self._agents.introduce(peer, effect.agent)
         peer.send(messages.Enlisted(self.charter.job, effect.agent, self._state.term, list(effect.slots)))
 
     def _note(self, note: events.Note | None, now_s: float) -> None:
-        """Tell people, if there is anything to tell."""
+        """Publish a note, if there is one."""
         if note is None:
             return
         text = self._bulletin.note(note, now_s)
@@ -452,7 +453,7 @@ class Coordinator:
             self._agents.send_all(messages.Note(text))
 
     def _end(self, end: events.Ended) -> None:
-        # What was asked for and is not there by now does not come.
+        # Records that were asked for and have not arrived by now will not arrive.
         self._write(self._recorder.missing(self._clock(), AGAIN_AFTER_S))
         if self._account.missing:
             reason = f"{end.reason}, but {INCOMPLETE}: {self._account.missing_why or 'records are missing'}"
@@ -465,7 +466,7 @@ class Coordinator:
         self._end_if_written(end, now_s + END_PATIENCE_S, now_s)
 
     def _end_if_written(self, end: events.Ended, until_s: float, now_s: float) -> None:
-        """Be over once the journal is whole; a run without one proves nothing."""
+        """End the run once its journal is completely written: without a journal it proves nothing."""
         if not self._recorder.is_whole:
             if now_s < until_s:
                 self._ending = end, until_s
@@ -483,7 +484,7 @@ class Coordinator:
         peer.send(messages.StatusUpdate(self.status()))
         peer.send(messages.Over(end.reason, end.completed, end.exit_status))
 
-    # what is told now and then
+    # periodic messages
 
     def _tell(self, now_s: float) -> None:
         if self._recorder.is_news:

@@ -1,9 +1,9 @@
 """The coordinator's journal on disk.
 
-Question  How are records appended, and how does a new coordinator go on where a lost one stopped?
-Holds     Lines are written whole and unbuffered. A line torn by a crash is cut off before anything is appended. Beside
-          it lies the state file: with it only what was written since is read. Without one the whole journal is, line by
-          line. Workers' records are taken by number: a repetition is ignored, a gap waits.
+Question  How are records appended, and how does a new coordinator continue the journal of a lost one?
+Holds     Lines are written completely and unbuffered. A line torn by a crash is removed before anything is appended.
+          With the state file next to the journal, only what was written since then is read; without it, the whole
+          journal, line by line. Workers' records are numbered: repetitions are ignored, and after a gap they wait.
 Source    ours; docs/design/0003-journal.md, docs/design/0007-elastic.md, docs/design/0020-coordinator-at-scale.md.
 """
 
@@ -24,19 +24,19 @@ from pliant.core.journal.records import BEGINNING, JournalPosition
 from pliant.errors import JournalError, UsageError
 
 _TAIL = 11
-"""Bytes of a line's end in which its checksum is."""
+"""Bytes at the end of a line that hold its checksum."""
 
 Run = Callable[[Callable[[], None]], None]
-"""Does some work that waits for the disk: at once, or in a thread."""
+"""Runs an operation that waits for the disk: in place, or in a thread."""
 
 
 def at_once(work: Callable[[], None]) -> None:
-    """Do it here."""
+    """Run it in place."""
     work()
 
 
 class JournalFile:
-    """Appends checksummed lines."""
+    """Appends checksummed lines to a journal."""
 
     def __init__(self, path: Path, *, state: Storage | None = None, run: Run = at_once) -> None:
         try:
@@ -47,19 +47,19 @@ class JournalFile:
             ) from error
         self._path, self._state, self._run = path, state or StateFile(path.with_name(STATE)), run
         self.place = BEGINNING
-        """behind what is written"""
+        """the position after the last written line"""
         self.was_read = 0
-        """bytes of it that were read to begin"""
+        """bytes that were read when it was opened"""
         self.mended: Callable[[], None] = lambda: None
-        """what else is to be made again with the directory"""
+        """called after a lost directory was restored, to restore other files in it"""
 
     @classmethod
     def reopened(
         cls, path: Path, *, ended: bool = False, state: Storage | None = None, run: Run = at_once
     ) -> tuple[JournalFile, JournalSummary]:
-        """The journal of a lost coordinator, without a torn last line, and what it comes to.
+        """Open the journal of a lost coordinator, without a torn last line; returns its summary, too.
 
-        ``ended``: also that of a run which is over.
+        ``ended``: the run may be over already.
         """
         reopened = cls.__new__(cls)
         reopened._path, reopened._state, reopened._run = path, state or StateFile(path.with_name(STATE)), run
@@ -77,14 +77,14 @@ class JournalFile:
 
     @classmethod
     def looked_at(cls, path: Path) -> JournalSummary:
-        """What a journal comes to, that somebody else may be writing."""
+        """The summary of a journal that another process may be writing."""
         looking = cls.__new__(cls)
         looking._path, looking._state = path, StateFile(path.with_name(STATE))
         looking.place, looking.was_read = BEGINNING, 0
         return looking._accounted()
 
     def _accounted(self) -> JournalSummary:
-        """What the journal comes to: from the state file on, or from the beginning."""
+        """The journal's summary: from the state file and the records after it, or from all records."""
         try:
             with self._path.open("rb", buffering=1 << 20) as file:
                 saved = decoded(self._state.read())
@@ -104,7 +104,7 @@ class JournalFile:
             raise UsageError(f"no journal at {self._path}: {error.strerror}; give the directory of a run") from error
 
     def _read(self, file: BinaryIO) -> Iterator[journal.Record]:
-        """The records behind the present place, which moves along."""
+        """The records after ``self.place``, which advances with them."""
         file.seek(self.place.size)
         for place, record in journal.placed(whole_lines(file), self.place):
             self.was_read += place.size - self.place.size
@@ -112,7 +112,7 @@ class JournalFile:
             yield record
 
     def append(self, records: list[journal.Record]) -> None:
-        """Hand whole lines to the system: all of them, or none where it cannot take them (``OSError``)."""
+        """Write whole lines: all of them, or none if the disk cannot take them (``OSError``)."""
         lines: list[bytes] = []
         place = self.place
         for record in records:
@@ -121,26 +121,26 @@ class JournalFile:
             text, _ = journal.line(journal.encode(record), place.chain)
             place = place.after(text)
             lines.append(text)
-        # Unbuffered: what could not be written now must not turn up behind what comes later.
+        # Unbuffered: data that could not be written now must not appear after later lines.
         left = memoryview(b"".join(lines))
         try:
             while left:
                 left = left[self._file.write(left) or 0 :]
         except OSError:
-            # A torn line would make the next coordinator forget what comes after it.
+            # A torn line would make the next coordinator drop all lines after it.
             self._file.truncate(self.place.size)
             self._file.seek(self.place.size)
             raise
         self.place = place
 
     def since(self, place: JournalPosition) -> Iterator[journal.Record]:
-        """The records from a place on, as far as they are written."""
+        """The written records from ``place`` on."""
         with self._path.open("rb", buffering=1 << 20) as file:
             file.seek(place.size)
             yield from (record for _, record in journal.placed(whole_lines(file), place))
 
     def sync(self, done: Callable[[bool], None], *, wait: bool = False) -> None:
-        """Have what is written put on the disk itself; ``done`` hears whether it is, perhaps in another thread."""
+        """Sync the file to the disk itself; ``done`` is called with the success, perhaps in another thread."""
 
         def work() -> None:
             try:
@@ -153,7 +153,7 @@ class JournalFile:
         (at_once if wait else self._run)(work)
 
     def keep(self, content: bytes) -> None:
-        """Write the state file, once the journal is on the disk itself. It is tried again soon, should it fail."""
+        """Sync the journal, then write the state file. A failure is ignored: the next one is written soon."""
 
         def work() -> None:
             with contextlib.suppress(OSError):
@@ -163,12 +163,12 @@ class JournalFile:
         self._run(work)
 
     def mend(self) -> bool:
-        """Make the file again, whole, where somebody has removed it; whether that was so. ``OSError``: it cannot be."""
+        """Restore the file if it was removed; returns whether it was. Raises ``OSError`` if it cannot be restored."""
         if self._path.exists():
             return False
         self._path.parent.mkdir(0o700, parents=True, exist_ok=True)
         fresh = self._path.with_name(f"{self._path.name}.new")
-        # What was removed can be read as long as it is open.
+        # A removed file can be read as long as it is open.
         file = fresh.open("w+b", buffering=0)
         try:
             self._file.seek(0)
@@ -187,13 +187,13 @@ class JournalFile:
         return True
 
     def close(self) -> None:
-        """Nothing can be appended any more."""
-        # Behind what still waits for the disk.
+        """Close the file."""
+        # After the disk operations that still wait.
         self._run(self._file.close)
 
 
 def _fits(saved: SavedSummary, file: BinaryIO) -> bool:
-    """Whether the state is of this journal: the line before its place has the checksum that it names."""
+    """Whether the state file belongs to this journal: the line before its position has the recorded checksum."""
     place = saved.place
     if place.size < _TAIL or file.seek(0, os.SEEK_END) < place.size:
         return False
@@ -204,11 +204,11 @@ def _fits(saved: SavedSummary, file: BinaryIO) -> bool:
 def go_back(
     account: JournalSummary, record: journal.RewindRecord, since: Callable[[JournalPosition], Iterator[journal.Record]]
 ) -> None:
-    """Take from the account what came after the checkpoint."""
+    """Remove from the summary what came after the checkpoint."""
     base = account.base(record.records)
     if base is not None and account.go_back(record, since(base)):
         return
-    # Twice from the beginning: the first time to know where it has gone back before.
+    # Two passes from the beginning: the first one finds the earlier rewinds.
     rewinds = [(n, each.records) for n, each in enumerate(since(BEGINNING)) if isinstance(each, journal.RewindRecord)]
     every = 1 << 62
     judged = journal.judged(since(BEGINNING), [*rewinds, (every, record.records)])
@@ -216,12 +216,12 @@ def go_back(
 
 
 def whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Without a last one that was torn by a crash."""
+    """The lines of a journal, without a last line that was torn by a crash."""
     return (line for line in file if line.endswith(b"\n"))
 
 
 def history(path: Path) -> Iterator[journal.Record]:
-    """The records of a journal that count, one after another, without a last line that was torn."""
+    """The records of a journal that no rewind has voided, without a torn last line."""
     with path.open("rb") as lines:
         rewinds = journal.rewinds_in(lines)
         lines.seek(0)
@@ -230,22 +230,22 @@ def history(path: Path) -> Iterator[journal.Record]:
 
 
 class NumberedRecords:
-    """Puts numbered records in order: each once, none before its predecessors."""
+    """Puts numbered records in order: each once, and none before its predecessors."""
 
     def __init__(self, written: int = 0) -> None:
         self.written = written
-        """how many were given out; also the number of the next one"""
+        """how many records were released; also the number of the next one"""
         self.early_bytes = 0
-        """of the messages whose records wait for their predecessors, as told"""
+        """bytes of the messages whose records wait for their predecessors"""
         self._early: dict[int, journal.Record] = {}
 
     @property
     def first_early(self) -> int | None:
-        """The number of the first one that waits."""
+        """The number of the first record that waits."""
         return min(self._early, default=None)
 
     def taken(self, first: int, records: Sequence[journal.Record], size: int = 0) -> list[journal.Record]:
-        """Those that can be written now, among these (of so many bytes) and earlier ones that had to wait."""
+        """The records that can be written now, among these (``size`` bytes) and earlier ones that had to wait."""
         for number, record in enumerate(records, start=first):
             if number >= self.written:
                 self._early.setdefault(number, record)
@@ -257,6 +257,6 @@ class NumberedRecords:
         return due
 
     def pass_over(self, upto: int) -> list[journal.Record]:
-        """Those before this number do not come any more; what can be written now."""
+        """Give up waiting for records before number ``upto``; returns those that can be written now."""
         self.written = max(self.written, upto)
         return self.taken(self.written, [])

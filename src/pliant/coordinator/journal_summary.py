@@ -1,8 +1,8 @@
-"""What a journal comes to: all that a coordinator has to know of what is written.
+"""The summary of a journal: all that a coordinator has to know of the records so far.
 
-Question  Where does a run stand, without reading its whole journal again?
-Holds     One record in, the account goes on; its size does not depend on how many rounds there were. What a rewind
-          goes back behind counts only for the numbers: they are never used twice.
+Question  What is the state of a run, without reading its whole journal again?
+Holds     The summary is updated by one record at a time; its size does not depend on the number of rounds. Records that
+          a rewind has voided count only for numbering: numbers are never used twice.
 Source    ours; docs/design/0020-coordinator-at-scale.md.
 """
 
@@ -20,20 +20,20 @@ from pliant.core.membership.roster import CHECKPOINTS_KEPT
 VERSION = 1
 
 BOOKMARKS = 64
-"""Places from which the figures can be counted again: a rewind reads a small part of a journal, however long it is."""
+"""Positions from which figures can be counted again, so that a rewind reads only a small part of a long journal."""
 
 
 class Bookmark(msgspec.Struct, frozen=True):
-    """A place in the journal, and what the figures were there."""
+    """A position in the journal, and the figures there."""
 
     place: JournalPosition
     written: int
     figures: str
-    """``TrackerState`` as JSON: most are never read again"""
+    """``TrackerState``, kept as JSON because most are never read again"""
 
 
 class SavedSummary(msgspec.Struct):
-    """An account as it is kept in a file."""
+    """A summary in the form in which it is kept in a file."""
 
     place: JournalPosition
     figures: TrackerState
@@ -47,38 +47,38 @@ class SavedSummary(msgspec.Struct):
     checkpoints: list[tuple[str, int]]
     end: journal.EndRecord | None
     bookmarks: list[Bookmark]
-    """the last one before each checkpoint"""
+    """the last bookmark before each checkpoint"""
     version: int = VERSION
     missing_why: str = ""
 
 
 class JournalSummary:
-    """Of one journal."""
+    """The summary of one journal."""
 
     def __init__(self, job: str, term: int = 1) -> None:
         self.tally = StatusTracker(job, term)
         self.written = 0
-        """records of the workers, missing ones included; also the number of the next one"""
+        """number of workers' records, missing ones included; also the number of the next one"""
         self.missing = 0
-        """of them: those that are not in the journal"""
+        """how many of them are not in the journal"""
         self.missing_why = ""
-        """of the first of them"""
+        """why the first of them is missing"""
         self.last_round = 0
-        """the highest number of a round that was ever written"""
+        """the highest round number that was ever written"""
         self.era = 0
-        """of the last era record, and its roster"""
+        """era and roster of the last era record"""
         self.roster: list[str] = []
         self.rewinds = 0
         self.finishing = False
-        """a worker has come to the end of its script"""
+        """a worker has finished its script"""
         self.checkpoints: list[tuple[str, int]] = []
-        """newest first: name and how many records of the workers lead to it"""
+        """newest first: (name, number of workers' records before it)"""
         self.end: journal.EndRecord | None = None
-        """the last record, if that is one"""
+        """the last record, if it is an ``EndRecord``"""
         self._bookmarks: list[Bookmark] = []
 
     def add(self, record: journal.Record, now_s: float | None) -> None:
-        """Take in the next record of the history that counts; without a time: one that was written long ago."""
+        """Add the next valid record; without a time it does not count for speeds."""
         self.pass_over(record)
         self.tally.add(record, now_s)
         match record:
@@ -90,7 +90,7 @@ class JournalSummary:
                 pass
 
     def pass_over(self, record: journal.Record) -> None:
-        """Take in the next record, whether or not it counts."""
+        """Count the next record for numbering, even if a rewind has voided it."""
         self.written, before = journal.next_number(self.written, record), self.written
         self.last_round = max(self.last_round, round_number(record))
         self.end = record if isinstance(record, journal.EndRecord) else None
@@ -100,14 +100,14 @@ class JournalSummary:
             case journal.RewindRecord():
                 self.rewinds += 1
             case journal.GapRecord(reason=reason):
-                # Where nobody knows how many: at least one.
+                # The number of missing records may be unknown: at least one.
                 self.missing += max(1, self.written - before)
                 self.missing_why = self.missing_why or reason
             case _:
                 pass
 
     def begin_term(self, job: str, term: int, now_s: float, *, rewind: bool) -> None:
-        """Another coordinator goes on with it; ``rewind``: that the run ended, not well, is over."""
+        """Continue under another coordinator; ``rewind``: drop the end of a run that did not complete."""
         status = self.tally.status
         status.job, status.term = job, term
         if rewind:
@@ -118,13 +118,13 @@ class JournalSummary:
     # going back
 
     def bookmark(self, place: JournalPosition) -> None:
-        """Everything up to this place is taken in and on disk."""
+        """Add a bookmark: all records up to this position are added and on disk."""
         if self._bookmarks and self._bookmarks[-1].place == place:
             return
         figures = msgspec.json.encode(self.tally.figures()).decode()
         self._bookmarks.append(Bookmark(place, self.written, figures))
         if len(self._bookmarks) > BOOKMARKS:
-            # Every other one, but never those that a checkpoint needs.
+            # Drop every other one, but none that a checkpoint needs.
             needed = [self._before(records) for _, records in self.checkpoints]
             self._bookmarks = [mark for i, mark in enumerate(self._bookmarks) if i % 2 == 0 or mark in needed]
 
@@ -132,14 +132,14 @@ class JournalSummary:
         return next((mark for mark in reversed(self._bookmarks) if mark.written <= records), None)
 
     def base(self, records: int) -> JournalPosition | None:
-        """From where the journal has to be read to count the figures after so many records of the workers."""
+        """The position to read the journal from, to count the figures after ``records`` records of workers."""
         mark = self._before(records)
         return mark.place if mark is not None else None
 
     def go_back(self, record: journal.RewindRecord, since: Iterable[journal.Record] | None) -> bool:
-        """Forget what came after the checkpoint; ``since`` are the journal's records from ``base`` on.
+        """Drop everything after the checkpoint; ``since`` are the journal's records from ``base`` on.
 
-        False: they cannot be counted from there, since the run has gone back in between.
+        False: the figures cannot be counted from there, because the run has gone back in between.
         """
         mark = self._before(record.records)
         if mark is None or since is None:
@@ -158,7 +158,7 @@ class JournalSummary:
         return True
 
     def recount(self, record: journal.RewindRecord, history: Iterable[journal.Record]) -> None:
-        """The same from the beginning; ``history`` are the records before it that count once it has gone back."""
+        """The same from the beginning; ``history`` are the earlier records that are still valid after the rewind."""
         tally = StatusTracker(self.tally.status.job, self.tally.status.term)
         tally.resume(history, None)
         self._bookmarks = []
@@ -174,7 +174,7 @@ class JournalSummary:
     # keeping
 
     def saved(self, place: JournalPosition) -> SavedSummary:
-        """What is kept of it at this place."""
+        """The form to keep in a file, at this position."""
         needed = {mark.written: mark for _, records in self.checkpoints if (mark := self._before(records)) is not None}
         return SavedSummary(
             place,
@@ -194,7 +194,7 @@ class JournalSummary:
 
     @classmethod
     def restored(cls, saved: SavedSummary, job: str, term: int) -> JournalSummary:
-        """What was kept, for the coordinator of another term."""
+        """The summary from a file, for the coordinator of another term."""
         account = cls(job, term)
         account.tally = StatusTracker.restored(saved.figures)
         account.tally.status.job, account.tally.status.term = job, term
@@ -206,7 +206,7 @@ class JournalSummary:
 
 
 def accounted(records: Iterable[tuple[journal.Record, bool]], account: JournalSummary) -> JournalSummary:
-    """The account after these records, each with whether it counts."""
+    """The summary after these records; each comes with whether it is valid."""
     for record, counts in records:
         if counts:
             account.add(record, None)
@@ -216,12 +216,12 @@ def accounted(records: Iterable[tuple[journal.Record, bool]], account: JournalSu
 
 
 def account_of(records: list[journal.Record], job: str = "job", term: int = 1) -> JournalSummary:
-    """Of a whole journal in memory."""
+    """The summary of a whole journal in memory."""
     rewinds = [(place, each.records) for place, each in enumerate(records) if isinstance(each, journal.RewindRecord)]
     judged = ((record, counts) for _, record, counts in journal.judged(records, rewinds))
     return accounted(judged, JournalSummary(job, term))
 
 
 def round_number(record: journal.Record) -> int:
-    """Of the round that the record is about, or passes over."""
+    """The number of the round that the record is about or voids; 0 if there is no such round."""
     return int(getattr(record, "void", 0) or getattr(record, "round", 0))

@@ -1,9 +1,10 @@
-"""The run's records on their way to disk.
+"""Journal records between the workers and the disk.
 
-Question  Which records has the disk taken, which still wait, and what may be said because of it?
-Holds     Workers' records are taken by number, each once and in order. What the disk does not take waits and is tried
-          again, in order: nothing is missing in between. A checkpoint may be named, and workers may forget their
-          records, once what leads there survives a power cut. Records that nobody has any more are said to be missing.
+Question  Which records are on disk, which still wait, and what may members be told because of it?
+Holds     Workers' records are numbered; each is written once and in order. Records that could not be written wait and
+          are tried again in order, so none is missing in between. A checkpoint may be named, and workers may forget
+          their records, once all records up to there survive a power cut. Records that no worker has any more are
+          journaled as missing.
 Source    ours; docs/design/0003-journal.md, docs/design/0014-checkpoints.md,
           docs/design/0020-coordinator-at-scale.md.
 """
@@ -21,22 +22,22 @@ from pliant.core.membership.events import Note
 from pliant.errors import JournalError
 
 SYNC_EVERY_S = 1.0
-"""How often the disk is made to keep what it has taken: members have to keep a second of records more."""
+"""Interval of fdatasync: members must keep the records of this time."""
 
 LOOK_EVERY_S = 1.0
-"""How often it is looked whether the journal is still where it was."""
+"""How often to check that the journal file still exists."""
 
 AGAIN_AFTER_S = 2.0
-"""A gap that lasts so long is asked for: whoever sends may have been told too much by a lost coordinator."""
+"""After this long the members are asked for missing records: a lost coordinator may have acknowledged too many."""
 
 SAVED_WAITING = 10
-"""Checkpoints that wait for the records that lead to them; one worker at a time writes one."""
+"""Most checkpoints that wait for the records before them; only one worker at a time writes a checkpoint."""
 
 COMPLAINS_EVERY_S = 10.0
 """How often the user is told that the journal cannot be written."""
 
 EARLY_BYTES = 64 << 20
-"""Of journal records that wait for their predecessors; whoever sends them keeps and repeats what is not written."""
+"""Most bytes of records that wait for their predecessors; workers keep and resend records that are not written."""
 
 
 class JournalSink(Protocol):
@@ -53,31 +54,34 @@ class JournalSink(Protocol):
 
 
 class Recorder:
-    """Takes records in and hands them to the disk. ``written`` of the workers a lost coordinator has written."""
+    """Receives records and writes them. ``written``: how many records of workers a lost coordinator has written."""
 
     def __init__(self, journal_file: JournalSink, now_s: float, written: int = 0) -> None:
         self._journal = journal_file
         self._lines = NumberedRecords(written)
         self._durable = 0
-        """records of the workers that survive a power cut: a lost coordinator may not have waited for that"""
+        """workers' records that survive a power cut; 0 at first, because a lost coordinator may not have synced"""
         self._syncing = False
         self._synced_s = now_s - SYNC_EVERY_S
         self._looked_s = now_s
         self._gap_since_s: float | None = None
         self._asked = False
         self._refused = False
-        """some came too early, and were too many"""
+        """too many records came before their predecessors, and were dropped"""
         self._unwritten: list[journal.Record] = []
-        """the disk did not take them: full, or not there"""
+        """records that could not be written: the disk is full, or not there"""
         self._complained_s = float("-inf")
         self._saved: list[messages.Saved] = []
-        """complete, but what they are of is not on disk yet"""
+        """complete checkpoints; the records before them are not on disk yet"""
         self._told = 0
 
-    # what workers say
+    # records of workers
 
     def taken(self, first: int, payloads: Sequence[bytes]) -> list[journal.Record] | str:
-        """Records that are to be written now, these and earlier ones that had to wait; or why these are refused."""
+        """The records to write now, these and earlier ones that had to wait; or why these are refused.
+
+        ``first``: the number of the first one.
+        """
         try:
             records = [journal.decode(payload) for payload in payloads]
         except JournalError as error:
@@ -86,19 +90,19 @@ class Recorder:
             return "sent journal records that are not its own to write"
         size = sum(map(len, payloads))
         if first > self._lines.written and self._lines.early_bytes + size > EARLY_BYTES:
-            # They are sent again when it is said from where on.
+            # They are sent again when the sender is told from which number on.
             self._refused = True
             return []
         due = self._lines.taken(first, records, size)
         if due:
-            # Where it goes on nothing is missing, whatever else somebody has sent.
+            # Records could be written, so the gap is closed.
             self._gap_since_s, self._asked = None, False
         return due
 
     def gap(self, now_s: float) -> int | None:
-        """For how many records those wait that have come too early, where that lasts; for the sender to begin again.
+        """The number from which on members should send records again, if a gap has lasted long enough.
 
-        None: there is no gap, or it was asked for.
+        None: there is no gap, or the members were already asked.
         """
         if self._lines.first_early is None:
             self._gap_since_s, self._asked = None, False
@@ -112,7 +116,7 @@ class Recorder:
         return self._lines.written
 
     def missing(self, now_s: float, patience_s: float) -> list[journal.Record]:
-        """That records are missing which nobody has sent for so long, and what follows them."""
+        """If a gap has lasted ``patience_s``: a ``GapRecord`` for the missing records, and the records after them."""
         first, before = self._lines.first_early, self._lines.written
         since_s = now_s if self._gap_since_s is None else self._gap_since_s
         if first is None or now_s - since_s < patience_s:
@@ -121,23 +125,23 @@ class Recorder:
         return [journal.GapRecord(before, first, "no worker has them any more"), *due]
 
     def save(self, saved: messages.Saved) -> None:
-        """A checkpoint is complete."""
+        """Note a complete checkpoint."""
         self._saved = [*self._saved, saved][-SAVED_WAITING:]
 
     def forget_early(self) -> None:
-        """What lost workers had still to say is void."""
+        """Drop waiting records and checkpoints of lost workers: they are void."""
         self._lines, self._saved = NumberedRecords(self._lines.written), []
         self._gap_since_s, self._asked = None, False
 
     # the disk
 
     def write(self, records: Sequence[journal.Record], now_s: float) -> Note | None:
-        """Append to the journal; what there is to say about the disk."""
+        """Append to the journal; returns a note about the disk, if there is one."""
         self._unwritten += records
         return self.flush(now_s)
 
     def flush(self, now_s: float) -> Note | None:
-        """Hand to the disk what it has not taken yet. The workers keep their lines until it has."""
+        """Write the records that wait. The workers keep theirs until then."""
         if not self._unwritten:
             return None
         try:
@@ -155,14 +159,14 @@ class Recorder:
         return Note("journal", "the journal is written again, and nothing is missing in it")
 
     def sync(self, now_s: float) -> None:
-        """Have the disk keep what it has taken, now and then, or soon where a checkpoint waits for it."""
+        """Start an fdatasync every ``SYNC_EVERY_S``, or sooner if a checkpoint waits for it."""
         due = now_s - self._synced_s >= SYNC_EVERY_S or any(s.records <= self.on_disk for s in self._saved)
         if due and not self._syncing and self.on_disk > self._durable:
             self._syncing, self._synced_s, count = True, now_s, self.on_disk
             self._journal.sync(lambda well: self._synced(count if well else 0))
 
     def sync_now(self) -> None:
-        """Do not go on before the disk keeps what it has taken."""
+        """Sync the journal and wait for it."""
         count = self.on_disk
         self._journal.sync(lambda well: self._synced(count if well else 0), wait=True)
 
@@ -170,7 +174,7 @@ class Recorder:
         self._durable, self._syncing = max(self._durable, count), False
 
     def mend(self, now_s: float) -> Note | None:
-        """Look, now and then, whether somebody has removed the journal, and make it again; what is to be said."""
+        """Check every ``LOOK_EVERY_S`` whether the journal was removed, and restore it; returns a note for the user."""
         if now_s - self._looked_s < LOOK_EVERY_S:
             return None
         self._looked_s = now_s
@@ -186,7 +190,7 @@ class Recorder:
 
     @property
     def place(self) -> JournalPosition:
-        """Behind what the disk has taken."""
+        """The position after the last written record."""
         return self._journal.place
 
     def keep(self, content: bytes) -> None:
@@ -194,39 +198,39 @@ class Recorder:
         self._journal.keep(content)
 
     def since(self, place: JournalPosition) -> Iterator[journal.Record]:
-        """Records on disk."""
+        """The records on disk from ``place`` on."""
         return self._journal.since(place)
 
     def close(self) -> None:
-        """Nothing can be written any more."""
+        """Close the journal."""
         self._journal.close()
 
-    # what may be said because of it
+    # what members may be told
 
     @property
     def known(self) -> int:
-        """How many of the workers' records have come, without a gap."""
+        """How many of the workers' records have arrived without a gap."""
         return self._lines.written
 
     @property
     def on_disk(self) -> int:
-        """How many of them the disk has taken."""
+        """How many of them are written."""
         return self._lines.written - sum(isinstance(record, FROM_WORKERS) for record in self._unwritten)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the disk has taken everything."""
+        """Whether all records are written."""
         return not self._unwritten
 
     def checkpoints_due(self) -> list[messages.Saved]:
-        """Those that exist from here on: the disk keeps everything that leads to them. Each is given out once."""
+        """Checkpoints that now exist, because all records before them survive a power cut. Each is returned once."""
         due = [saved for saved in self._saved if saved.records <= self._durable]
         self._saved = [saved for saved in self._saved if saved not in due]
         return due
 
     @property
     def is_news(self) -> bool:
-        """Whether members are to be told what is on disk."""
+        """Whether members should be told that more records are safe."""
         return self._durable > self._told
 
     @property
@@ -235,6 +239,6 @@ class Recorder:
         return self._durable
 
     def told(self) -> messages.Written:
-        """What members are told now."""
+        """The message to the members about the records that are safe."""
         self._told = self._durable
         return messages.Written(self._told)

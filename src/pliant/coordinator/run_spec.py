@@ -1,7 +1,8 @@
-"""What a coordinator begins with.
+"""What a coordinator starts with.
 
-Question  What is fixed for a run before it starts, and what does a lost coordinator's journal leave to the next one?
-Holds     A pure function of the charter, the records and the clock. What is written was settled: nobody begins anew.
+Question  What is fixed for a run before it starts, and what does a new coordinator take from a lost one's journal?
+Holds     A pure function of the run's specification, its journal and the clock. Journaled exchanges were settled, so no
+          worker may start the training from the beginning.
 Source    ours; docs/design/0007-elastic.md, docs/design/0014-checkpoints.md.
 """
 
@@ -21,7 +22,7 @@ from pliant.types import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """What is fixed for a run before it starts. ``workers`` is how many its launcher begins with."""
+    """Settings that are fixed before a run starts. ``workers`` is how many its launcher starts."""
 
     job: str
     script: str
@@ -36,11 +37,11 @@ class RunSpec:
 
     @property
     def rules(self) -> members.Rules:
-        """What the decisions depend on."""
+        """The part that the decisions depend on."""
         return members.Rules(self.script, self.version, self.min_workers, self.max_workers, self.grace_s)
 
     def record(self, started_unix_s: float) -> journal.RunRecord:
-        """The journal's first one."""
+        """The journal's first record."""
         return journal.RunRecord(
             self.job, self.version, started_unix_s, script=self.script_digest, arguments=self.arguments_digest
         )
@@ -48,17 +49,17 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a lost coordinator leaves."""
+    """What is recovered from a lost coordinator's journal."""
 
     state: members.Roster
     end: Ended | None = None
-    """it died while it said goodbye"""
+    """set if the run was over already"""
 
 
 def inherited(charter: RunSpec, account: JournalSummary, term: int, now_s: float, *, rewind: bool = False) -> Recovered:
-    """What a journal leaves to the coordinator of this term; ``rewind``: nobody else is left either."""
+    """What the coordinator of this term takes from a journal; ``rewind``: all workers are lost, too."""
     names = [WorkerId(name) for name in account.roster]
-    # What is written was settled: nobody may begin anew.
+    # Journaled exchanges were settled: no worker may start from the beginning.
     settled = max(account.tally.status.rounds, min(account.written, 1))
     state = advance.resumed(charter.rules, term, charter.dead_after_s, now_s, account.era, names, settled)
     state = replace(state, checkpoints=checkpoints(account), rewinds=account.rewinds)
@@ -72,5 +73,5 @@ def inherited(charter: RunSpec, account: JournalSummary, term: int, now_s: float
 
 
 def checkpoints(account: JournalSummary) -> tuple[str, ...]:
-    """The names of those that exist, newest first."""
+    """The names of the existing checkpoints, newest first."""
     return tuple(name for name, _ in account.checkpoints)

@@ -1,9 +1,9 @@
 """The coordinator as a service.
 
-Question  How does a coordinator begin, alone and under a new term, and when does it end?
+Question  How does a coordinator start, as the only one and under a new term, and when does it end?
 Holds     At most one coordinator serves a run directory: it holds the lock as long as it lives, and raises the term
-          under it. It serves until the run is over and everybody was told so. Deciding is ``Coordinator``'s; here are
-          only clock, sockets and files.
+          under the lock. It serves until the run is over and all launchers were told so. ``Coordinator`` decides; this
+          module has only clock, sockets and files.
 Source    ours; docs/design/0007-elastic.md.
 """
 
@@ -36,19 +36,19 @@ from pliant.core.membership import events
 from pliant.errors import UsageError
 
 TICK_S = 0.05
-"""How often time is let pass: a tenth of the shortest wait that a worker's fate depends on."""
+"""Interval of ticks: a tenth of the shortest delay that decides about a worker."""
 
 FAREWELL_S = 1.0
-"""How long launchers may take to hear that the run is over."""
+"""How long launchers may take to receive the end of the run."""
 
 WRITE_AGAIN_S = 0.5
-"""How often a coordinator that takes a lost one's place tries a disk that is full."""
+"""How often a new coordinator retries if the disk is full."""
 
 HOLD_EVERY_S = 1.0
-"""How often whoever has to wait is told so: it would give up otherwise."""
+"""How often waiting connections are told to wait: they would give up otherwise."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""What may pass: somebody makes room."""
+"""Errors that may pass, for example when a user frees disk space."""
 
 JOURNAL, TERM, LOCK = "journal.jsonl", "term", "lock"
 
@@ -66,10 +66,11 @@ async def serve(
     tls: ssl.SSLContext | None = None,
     least_term: int = 0,
 ) -> events.Ended:
-    """Coordinate the run in ``directory`` until it is over; ``repeat``: if it is over, tell those who ask.
+    """Coordinate the run in ``directory`` until it is over.
 
-    ``rewind``: everybody was lost, its launcher included, and it goes on from its last checkpoint. ``least_term``: that
-    of a coordinator that is known to have been there, whatever the directory says.
+    ``resume``: replace a lost coordinator. ``repeat``: if the run is over already, tell launchers and workers so.
+    ``rewind``: all workers and the launcher were lost, and the run goes on from its last checkpoint. ``least_term``: a
+    term that is known to have been used, even if the directory says otherwise.
     """
     with _Lock(directory) as lock, contextlib.ExitStack() as stack:
         gate = ConnectionLimits(_logged)
@@ -101,13 +102,13 @@ async def _begun(
     hold: Callable[[], None] = lambda: None,
     least_term: int = 0,
 ) -> tuple[Coordinator, JournalFile]:
-    """The coordinator; one that takes a lost one's place waits for a disk that is full: the workers train meanwhile.
+    """Create the coordinator. One that replaces a lost one waits while the disk is full: the workers go on training.
 
-    ``hold`` is called while whoever comes has to wait.
+    ``hold`` is called regularly while connections have to wait.
     """
     told = False
     while True:
-        # Reading a long journal takes its time; whoever comes is answered meanwhile.
+        # Reading a long journal takes time; new connections are answered meanwhile.
         beginning = asyncio.ensure_future(
             asyncio.to_thread(_coordinator, charter, directory, resume, repeat, rewind, least_term)
         )
@@ -138,7 +139,7 @@ def _coordinator(
     if not path.exists() or path.stat().st_size == 0:
         path.unlink(missing_ok=True)
         if least_term == 0:
-            # The lost one had not even begun.
+            # The lost coordinator had not written anything.
             return _coordinator(charter, directory, resume=False, repeat=False)
         journal_file, account = JournalFile(path, run=disk), JournalSummary(charter.job)
         lost = journal.GapRecord(0, 0, "the run directory was lost with all that was written")
@@ -157,7 +158,7 @@ def _coordinator(
 
 
 class Background:
-    """Does what waits for the disk in one thread, in order, so that nobody is kept waiting by a slow one."""
+    """Runs disk operations in order in one thread, so that a slow disk does not delay the coordinator."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
@@ -175,7 +176,7 @@ async def _followed(
     terminated: asyncio.Event,
     on_ready: Callable[[], None] | None,
 ) -> events.Ended:
-    """Let time pass until the run is over."""
+    """Send ticks to the coordinator until the run is over."""
     over = coordinator.end is not None
     while coordinator.end is None:
         await asyncio.wait([serving], timeout=TICK_S)
@@ -189,7 +190,7 @@ async def _followed(
             coordinator.handle(events.CoordinatorFailed("the coordinator was terminated"), time.monotonic())
         coordinator.handle(events.Tick(), time.monotonic())
     until_s = time.monotonic() + FAREWELL_S
-    # Launchers close their connections when they have heard it.
+    # Launchers close their connections when they have received the end.
     while (over or coordinator.has_agents) and time.monotonic() < until_s and not serving.done():
         await asyncio.sleep(TICK_S / 5)
     return coordinator.end
@@ -207,7 +208,7 @@ def _signals(terminated: asyncio.Event) -> Iterator[None]:
     taken: list[int] = []
     for number, action in ((signal.SIGINT, lambda: None), (signal.SIGTERM, terminated.set)):
         if signal.getsignal(number) is signal.SIG_DFL:
-            # Outside the main thread Python has no signals.
+            # Outside the main thread Python cannot handle signals.
             with contextlib.suppress(ValueError, RuntimeError):
                 loop.add_signal_handler(number, action)
                 taken.append(number)
@@ -219,7 +220,7 @@ def _signals(terminated: asyncio.Event) -> Iterator[None]:
 
 
 class _Lock:
-    """Holds the run directory; the system lets go of it when this process ends, however it does."""
+    """A lock on the run directory; the system releases it when this process ends, however it ends."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -236,7 +237,7 @@ class _Lock:
         return self
 
     def renew(self) -> None:
-        """Hold a directory that was made again."""
+        """Lock a directory that was created again."""
         before = self._descriptor
         self.__enter__()
         os.close(before)
@@ -246,7 +247,7 @@ class _Lock:
 
 
 def _raised_term(directory: Path, least: int) -> int:
-    """The number of this coordinator, on disk before it is used; higher than any that is known to have been there."""
+    """The term of this coordinator, on disk before it is used; higher than any that is known to have been used."""
     path = directory / TERM
     try:
         term = max(int(path.read_text()), least) + 1

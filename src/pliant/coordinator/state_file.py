@@ -1,8 +1,8 @@
-"""The file in which a coordinator keeps its account of the journal.
+"""The file in which a coordinator keeps its summary of the journal.
 
-Question  How does a coordinator that takes a lost one's place begin without reading days of journal?
-Holds     The file is replaced as a whole; one that is damaged, of another version or not of this journal counts as
-          missing. It never tells more than what is in the journal on disk: that was there before it.
+Question  How does a coordinator that replaces a lost one start without reading days of journal?
+Holds     The file is replaced as a whole. A file that is damaged, of another version or of another journal counts as
+          missing. It never contains more than the journal on disk, which is synced first.
 Source    ours; docs/design/0020-coordinator-at-scale.md.
 """
 
@@ -22,27 +22,27 @@ STATE = "state.json"
 
 
 class Storage(Protocol):
-    """Where the bytes are."""
+    """Where the content is stored."""
 
     def read(self) -> bytes: ...
     def write(self, content: bytes) -> None: ...
 
 
 class StateFile:
-    """In a run directory."""
+    """A file in the run directory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self) -> bytes:
-        """Nothing, if there is none."""
+        """The content; empty if there is no file."""
         try:
             return self._path.read_bytes()
         except OSError:
             return b""
 
     def write(self, content: bytes) -> None:
-        """Replace it; whatever happens, the old one or the new one is there."""
+        """Replace the file atomically: after a crash either the old or the new one is there."""
         fresh = self._path.with_name(f"{self._path.name}.new")
         with fresh.open("wb") as file:
             file.write(content)
@@ -57,7 +57,7 @@ def encoded(saved: SavedSummary) -> bytes:
 
 
 def decoded(content: bytes) -> SavedSummary | None:
-    """None for what is none, or is damaged."""
+    """The summary in ``content``; None if it is empty, damaged or of another version."""
     try:
         saved = msgspec.json.decode(journal.unsealed(content, 0), type=SavedSummary)
     except (ValueError, RecursionError, JournalError):

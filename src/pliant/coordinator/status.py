@@ -1,8 +1,8 @@
-"""How a run is getting on, as told by its journal.
+"""The status of a run, computed from its journal.
 
-Question  Which figures does a person or a monitor want to see, and how do they follow from the records?
-Holds     Everything comes from journal records, the roster and the plan; nothing is estimated from wishes.
-          Speeds are over the last seconds, so that they show a change at once.
+Question  Which figures does a user or a monitor want to see, and how do they follow from the records?
+Holds     All figures come from journal records, the roster and the script's plan. Speeds are means over the last
+          seconds, so that they show a change soon.
 Source    ours.
 """
 
@@ -38,11 +38,11 @@ WINDOW_S = 5.0
 LEAST_BUSY_S = 1e-9
 
 SPARE_AFTER_ROUNDS = 3
-"""A worker without a sample in so many rounds of a phase is a spare; one round may pass by a slow worker."""
+"""A worker without a sample in this many rounds of a phase is a spare; a slow worker may miss a single round."""
 
 
 class WorkerStatus(msgspec.Struct):
-    """One slot, under the name of its last worker; sums are over all of them. ``pace``: samples per busy second."""
+    """One slot, under the name of its last worker; sums are over all its workers. ``pace``: samples per busy second."""
 
     name: str
     slot: str = ""
@@ -64,7 +64,7 @@ class Status(msgspec.Struct):
     restarts: int = 0
     workers: list[WorkerStatus] = []
     task: str = ""
-    """of the innermost call under way; empty between two"""
+    """kind of the innermost call in progress; empty between two calls"""
     epoch: int = 0
     epochs: int | None = None
     samples_planned: int | None = None
@@ -76,12 +76,12 @@ class Status(msgspec.Struct):
     rate: float | None = None
     loss: float | None = None
     noise_scale: float | None = None
-    """the batch up to which more samples pay, as the gradients' noise has it"""
+    """gradient noise scale in samples: beyond this batch more samples per update bring little"""
     samples_total: int = 0
     samples_per_s: float = 0.0
     skipped: int = 0
     result: float | None = None
-    """of the last ``evaluate``"""
+    """result of the last ``evaluate``"""
     results: int = 0
     spares: int = 0
     eta_s: float | None = None
@@ -90,7 +90,7 @@ class Status(msgspec.Struct):
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether the phase under way trains nothing."""
+        """Whether the phase in progress is an ``evaluate``."""
         return self.task == "evaluate"
 
 
@@ -102,7 +102,7 @@ class MadeCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TrackerState(msgspec.Struct):
-    """What a ``StatusTracker`` has to know to go on."""
+    """The state of a ``StatusTracker``, from which another one can go on."""
 
     status: Status
     calls: list[MadeCall]
@@ -123,36 +123,36 @@ class StatusTracker:
         self.calls: list[MadeCall] = []
         """top-level calls so far, in their order; the last one may be open"""
         self.past: list[Past] = []
-        """those that are over"""
+        """the calls that are over"""
         self._open_phases: list[PhaseRecord] = []
         self._rows: dict[str, WorkerStatus] = {}
         self.roster: list[str] = []
-        """of the last era in the journal"""
+        """roster of the last era in the journal"""
         self.recorded_era = 0
-        """its number"""
+        """number of that era"""
         self._recent: deque[tuple[float, int, list[int], list[float]]] = deque()
         self._recent_samples: list[int] = []
         self._recent_busy_s: list[float] = []
-        """sums over ``_recent`` by place in the roster: a fast run has thousands of rounds in it"""
+        """sums over ``_recent`` by index in the roster: a fast run has thousands of rounds in the window"""
         self._phase_rounds = 0
         self._phase_samples: list[int] = []
         self._began_s: float | None = None
         self._began_at = 0.0
-        """how much was done when the estimate of the time left began"""
+        """how much was done when the estimate of the remaining time began"""
 
     def plan(self, epochs: int | None, samples: int | None) -> None:
-        """Note how far the script means to go."""
+        """Note the script's plan: its epochs or samples, if known."""
         self.status.epochs = epochs
         self.status.samples_planned = samples
 
     def describe(self, slot: str, worker: str, state: str, restarts: int) -> None:
-        """Note what a slot's worker is doing."""
+        """Note the state of a slot's worker, in a word."""
         row = self._row(slot)
         row.name, row.state, row.restarts = worker, state, restarts
 
     def figures(self) -> TrackerState:
-        """What another one has to know to go on."""
-        # The lists are those in use: they are written down before anything is added.
+        """The state from which another tracker can go on."""
+        # The lists are not copied: the caller encodes them before anything is added.
         return TrackerState(
             self.status,
             self.calls,
@@ -167,7 +167,7 @@ class StatusTracker:
 
     @classmethod
     def restored(cls, figures: TrackerState) -> StatusTracker:
-        """One that goes on with what another one has known; the figures are its own from here on."""
+        """A tracker that goes on from ``figures``, and owns them from now on."""
         tally = cls(figures.status.job, figures.status.term)
         tally.status = figures.status
         tally._rows = {row.slot: row for row in figures.status.workers}
@@ -179,21 +179,21 @@ class StatusTracker:
         return tally
 
     def resume(self, records: Iterable[Record], now_s: float | None) -> None:
-        """Take in what an earlier coordinator has written. With a time: what depends on it begins here."""
+        """Add records of an earlier coordinator. With a time, speeds and the estimate of the time left start now."""
         for record in records:
             self.add(record, None)
         self.status.samples_per_s, self.status.eta_s = 0.0, None
         if now_s is None:
             return
         for row in self.status.workers:
-            # Who is still there is described anew.
+            # Slots that still exist are described again later.
             row.state = "ended"
         self._forget_recent()
         self._began_s = now_s if self._began_s is not None else None
         self._began_at = self._done()[0]
 
     def add(self, record: Record, now_s: float | None) -> None:
-        """Take in one journal record; without a time it says nothing about speeds."""
+        """Add one journal record; without a time it does not count for speeds."""
         status = self.status
         match record:
             case RunRecord() | PolicyRecord() | CheckpointRecord() | RewindRecord() | FinishingRecord() | GapRecord():
@@ -201,7 +201,7 @@ class StatusTracker:
             case EraRecord(era=era, roster=roster):
                 status.era, status.eras, self.roster = max(status.era, era), status.eras + 1, roster
                 self.recorded_era = max(self.recorded_era, era)
-                # What is counted by place in the roster begins anew.
+                # Counts by index in the roster start again.
                 self._forget_recent()
                 self._phase_rounds, self._phase_samples = 0, [0] * len(roster)
             case PhaseRecord():
@@ -219,7 +219,7 @@ class StatusTracker:
                 status.ended, status.completed, status.eta_s = reason, completed, None
 
     def tick(self, now_s: float) -> None:
-        """Let speeds fade and the estimate of the time left run on."""
+        """Drop rounds that have left the window, and update the speeds and the estimate of the remaining time."""
         while self._recent and now_s - self._recent[0][0] > WINDOW_S:
             _, _, samples, busy_s = self._recent.popleft()
             self._recent_samples = [a - b for a, b in zip(self._recent_samples, samples, strict=False)]
@@ -233,7 +233,7 @@ class StatusTracker:
         self.status.eta_s = self._time_left(now_s)
 
     def _forget_recent(self) -> None:
-        """No sum of differences outlives its window."""
+        """Empty the window; resetting the sums also drops their rounding errors."""
         self._recent.clear()
         self._recent_samples, self._recent_busy_s = [0] * len(self.roster), [0.0] * len(self.roster)
 
@@ -245,7 +245,7 @@ class StatusTracker:
         return self._rows[slot]
 
     def _close(self, result: float | None, results: dict[str, float | None] | None) -> None:
-        """The innermost open call is over; only top-level ones are calls that a newcomer makes."""
+        """The innermost open call is over; newcomers repeat only top-level calls, so only these are kept."""
         if self._open_phases:
             phase = self._open_phases.pop()
             self.status.task = self._open_phases[-1].task if self._open_phases else ""
@@ -296,7 +296,7 @@ class StatusTracker:
     def _measure(self, samples: list[int]) -> None:
         for name, done, busy_s in zip(self.roster, self._recent_samples, self._recent_busy_s, strict=False):
             row = self._row(name)
-            # A time that no clock measures would make it infinite, which JSON cannot carry.
+            # A busy time of 0 would make the pace infinite, which JSON cannot represent.
             row.pace = done / busy_s if busy_s > LEAST_BUSY_S else row.pace
         self._phase_rounds += 1
         self._phase_samples = [a + b for a, b in zip(self._phase_samples, samples, strict=False)]
@@ -304,7 +304,7 @@ class StatusTracker:
             self.status.spares = sum(count == 0 for count in self._phase_samples)
 
     def _time_left(self, now_s: float) -> float | None:
-        """Elapsed time times what is left over what is done: pauses for ``evaluate`` are in it."""
+        """Elapsed time × remaining / done: pauses for ``evaluate`` are included."""
         done, whole = self._done()
         if self._began_s is None or self.status.ended is not None or self.status.epoch_length == 0 or whole is None:
             return None
@@ -312,7 +312,7 @@ class StatusTracker:
         return (now_s - self._began_s) * max(0.0, whole - done) / gained if gained > 0 else None
 
     def _done(self) -> tuple[float, float | None]:
-        """How much of the plan is done, and the whole of it; samples, or epochs."""
+        """How much of the plan is done, and the whole plan, in samples or epochs."""
         status = self.status
         if status.samples_planned is not None:
             return float(status.samples_total), float(status.samples_planned)

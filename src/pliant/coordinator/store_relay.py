@@ -1,9 +1,9 @@
-"""The group that is being formed.
+"""The key-value store for the process group that is being formed.
 
-Question  How do the members of an attempt hear of it, and of each other?
-Holds     There is one attempt at a time, the last one announced. Only its members put keys, and not more than a group
-          can need; a key is kept for those who come back to the attempt. In a large group keys travel together: each
-          member gets one message per tick, not one per member.
+Question  How do the members of an attempt learn of it, and exchange their addresses?
+Holds     There is one attempt at a time, the last one announced. Only its members may put keys, up to a limit of bytes;
+          keys are kept for members that reconnect. In a large group keys are sent together: each member gets one
+          message per tick, not one per member.
 Source    ours; docs/protocol.md, docs/design/0006-control.md.
 """
 
@@ -17,14 +17,14 @@ from pliant.core.membership.events import BreakEra, PlanEra, StartEra
 from pliant.types import WorkerId
 
 KEYS_BYTES = 64 << 20
-"""Of the keys under which one group is formed: a member puts some 150 bytes for each other one."""
+"""Most bytes of keys and values for one group: a member puts about 150 bytes for each other member."""
 
 AT_ONCE = 16
-"""Members of a group whose keys are handed on one by one: forming it is a chain of messages, and takes milliseconds."""
+"""Up to this many members keys are sent one by one: forming is a chain of messages, and takes milliseconds."""
 
 
 class StoreRelay:
-    """Passes on what members say to form their group."""
+    """Passes on the keys that members put to form their group."""
 
     def __init__(self, workers: Connections[WorkerId]) -> None:
         self.attempt = 0
@@ -37,16 +37,16 @@ class StoreRelay:
     def invite(
         self, message: messages.EraStart | messages.EraPlan | messages.Broken, effect: StartEra | PlanEra | BreakEra
     ) -> None:
-        """Tell of a group to be formed, and what its members have said about it so far."""
+        """Announce a group to be formed, with the keys that its members have put so far."""
         if effect.attempt != self.attempt:
-            # Nothing that is formed now can be of an older attempt.
+            # Older attempts are over: their keys are dropped.
             self.attempt, self._roster, self.keys, self._keys_bytes = effect.attempt, effect.roster, {}, 0
             self._unsent = {}
         self._workers.send(message, effect.to)
         self._send(self.keys, effect.to)
 
     def push(self, sender: WorkerId, put: messages.Put) -> str | None:
-        """Hand a key on to the other members of its attempt; or why it is refused."""
+        """Pass a key on to the other members of its attempt; returns the reason if it is refused."""
         if put.attempt != self.attempt or sender not in self._roster:
             return None
         self.keys[put.key] = put.value
@@ -63,7 +63,7 @@ class StoreRelay:
         return None
 
     def flush(self) -> None:
-        """Hand on what has come together."""
+        """Send the keys that have been collected."""
         keys, self._unsent = self._unsent, {}
         self._send(keys, self._roster)
 

@@ -1,7 +1,8 @@
-"""Where whoever comes waits for a coordinator that has not begun yet.
+"""Connections wait here while a coordinator is still starting.
 
-Question  What is said to workers, launchers and people while a coordinator still reads the journal?
-Holds     Nothing that was said is lost: the coordinator hears it in the same order. Who waits is told so now and then.
+Question  What are workers, launchers and users told while a coordinator still reads the journal?
+Holds     No message is lost: the coordinator receives them later in the same order. Waiting connections are told to
+          wait, again and again.
 Source    ours; docs/design/0020-coordinator-at-scale.md.
 """
 
@@ -16,7 +17,7 @@ READING = 503, "the coordinator still reads the journal; try again in a moment"
 
 
 class WaitingRoom:
-    """The ``CoordinatorApi`` of ``control.app`` until there is another."""
+    """The ``CoordinatorApi`` of ``control.app`` until the coordinator has started; then it passes all calls on."""
 
     def __init__(self) -> None:
         self._desk: CoordinatorApi | None = None
@@ -24,12 +25,12 @@ class WaitingRoom:
         self._waiting: dict[int, WebSocketPeer] = {}
 
     def hold(self) -> None:
-        """Tell those who wait that somebody is there."""
+        """Tell waiting connections that a coordinator is starting."""
         for peer in self._waiting.values():
             peer.send(Hold())
 
     def lead_on(self, desk: CoordinatorApi) -> None:
-        """Here is who they wait for."""
+        """The coordinator has started: hand over all messages, and pass on further ones."""
         self._desk = desk
         said, self._said, self._waiting = self._said, [], {}
         for tell in said:
@@ -46,7 +47,7 @@ class WaitingRoom:
             self._waiting[peer.number] = peer
 
     def connected(self, peer: WebSocketPeer) -> None:
-        """A worker."""
+        """A worker has connected."""
         self._await(peer)
         self._say(lambda desk: desk.connected(peer))
 
@@ -55,12 +56,12 @@ class WaitingRoom:
         self._say(lambda desk: desk.received(peer, message))
 
     def closed(self, peer: WebSocketPeer) -> None:
-        """A worker has gone."""
+        """A worker has disconnected."""
         self._waiting.pop(peer.number, None)
         self._say(lambda desk: desk.closed(peer))
 
     def agent_connected(self, peer: WebSocketPeer) -> None:
-        """A launcher."""
+        """A launcher has connected."""
         self._await(peer)
         self._say(lambda desk: desk.agent_connected(peer))
 
@@ -69,28 +70,28 @@ class WaitingRoom:
         self._say(lambda desk: desk.agent_received(peer, message))
 
     def agent_closed(self, peer: WebSocketPeer) -> None:
-        """A launcher has gone."""
+        """A launcher has disconnected."""
         self._waiting.pop(peer.number, None)
         self._say(lambda desk: desk.agent_closed(peer))
 
-    # people
+    # requests of users
 
     def status(self) -> bytes:
-        """Nothing is known yet."""
+        """The status; nearly empty until the coordinator has started."""
         return self._desk.status() if self._desk is not None else b'{"job":""}'
 
     def happenings(self) -> bytes:
-        """Nothing yet."""
+        """The events; empty until the coordinator has started."""
         return self._desk.happenings() if self._desk is not None else b"[]"
 
     def figures(self) -> Mapping[str, float]:
-        """None yet."""
+        """The metrics; empty until the coordinator has started."""
         return self._desk.figures() if self._desk is not None else {}
 
     def scale(self, workers: int) -> tuple[int, str]:
-        """Not now."""
+        """Refused until the coordinator has started."""
         return self._desk.scale(workers) if self._desk is not None else READING
 
     def drain(self, worker: str) -> tuple[int, str]:
-        """Not now."""
+        """Refused until the coordinator has started."""
         return self._desk.drain(worker) if self._desk is not None else READING

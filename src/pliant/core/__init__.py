@@ -1,1 +1,2 @@
-"""core decides: pure functions over frozen values. No torch, time, random, os, sockets, threads or logging."""
+"""core: What do all workers and the coordinator decide? Pure functions over frozen values: no torch, clock, random
+numbers, operating system, sockets, threads or logging."""

@@ -1,8 +1,8 @@
 """What each member of the group may draw.
 
-Question  Who is dealt samples of a phase, which ones, and how many of them may it draw for its contribution now?
-Holds     Functions of the replicated state alone, so everybody knows what everybody may draw. Which contribution a deal
-          is for is never in doubt: with an overlap the deals made at the end of round r are for round r + 2.
+Question  Which members are dealt samples of a phase, and how many may each draw for its contribution now?
+Holds     Functions of the replicated state alone, so every worker knows what every other one may draw. It is always
+          clear which contribution a deal is for: with an overlap, deals made at the end of round r are for round r + 2.
 Source    ours; docs/design/0001-data.md, docs/design/0002-rounds.md.
 """
 
@@ -29,9 +29,9 @@ def at_work(group: GroupState, phase: OpenPhase) -> list[int]:
 
 
 def speaks(group: GroupState, member: int) -> bool:
-    """Whether ``member`` has a say in what the next exchange is: it is in the phase's loop, or may be any moment.
+    """Whether ``member`` has a vote on what the next exchange is: it is in the phase's loop, or may enter it anytime.
 
-    The others (followers, spares, those who leave) learn from the tickets what the group does, and go along.
+    The others (followers, spares, leavers) learn from the tickets what the group does, and do the same.
     """
     if not group.open or group.standings[member] is not Standing.ACTIVE:
         return False
@@ -43,15 +43,15 @@ class Allowance(msgspec.Struct, frozen=True):
     """What one worker may draw for the contribution it is working on."""
 
     micro_batches: int | None = None
-    """exactly so many (fixed batch); None: as many as the time allows"""
+    """exactly this many (fixed batch); None: as many as the time allows"""
     samples: int | None = None
-    """no more than so many, where an open batch is bounded"""
+    """at most this many, if an open batch is bounded"""
     seconds: float = 0.0
-    """not handed in before, as long as there is anything to draw: an open batch's round is to be worth its cost"""
+    """least duration while there is anything to draw, so that a round of an open batch is worth its cost"""
 
 
 def allowance(group: GroupState, member: int, in_flight: int) -> Allowance:
-    """The bounds of ``member``'s contribution while ``in_flight`` of its earlier ones (0 or 1) are not settled."""
+    """The allowance for ``member``'s contribution while ``in_flight`` of its earlier ones (0 or 1) are not settled."""
     phase, policy = group.phase, group.policy
     if group.standings[member] is not Standing.ACTIVE:
         return Allowance(micro_batches=0)
@@ -77,9 +77,9 @@ def allowance(group: GroupState, member: int, in_flight: int) -> Allowance:
 
 
 def sample_limits(group: GroupState) -> tuple[int, ...]:
-    """What each member may hand in to a round of a bounded open batch; nothing where there is no bound.
+    """Samples that each member may hand in to a round of a bounded open batch; empty if there is no bound.
 
-    For a contribution that is begun now. One that was begun before the last round was settled keeps its limits.
+    This is for a contribution begun now. One that was begun before the last round was settled keeps its older limits.
     """
     phase, bound = group.phase, group.at_most
     if bound is None or phase.kind is not Kind.TRAIN or not group.policy.floating or not group.overlap:
@@ -91,7 +91,7 @@ def sample_limits(group: GroupState) -> tuple[int, ...]:
     largest = [max(map(ledger.samples_of, hand.queue[: hand.granted]), default=0) for hand in hands]
     found = dealing.contribution_limits(pace.seated(group.training, working), bound, len(working), largest)
     if group.policy.at_most is not None:
-        # Micro-batches of a time with fewer workers may leave no room for everybody's.
+        # Micro-batches dealt when there were fewer workers may leave no room for those of every worker.
         found = dealing.within(found, bound)
     limits = [0] * len(group.roster)
     for member, limit in zip(working, found, strict=True):
@@ -102,8 +102,8 @@ def sample_limits(group: GroupState) -> tuple[int, ...]:
 def kept_limits(before: GroupState, after: OpenPhase) -> tuple[int, ...]:
     """The limits of the contributions that were begun before the round that has just been settled.
 
-    Who begins to work with this round has no part in them: the others may have reached the bound already. Only a bound
-    that the user has set is kept so, and only where somebody may have drawn anything under it.
+    A member that begins to work with this round gets no part of them: the others may have reached the bound already.
+    Limits are kept only for a bound set by the user, and only if some member may have drawn samples under them.
     """
     if before.policy.at_most is None:
         return ()
@@ -113,7 +113,10 @@ def kept_limits(before: GroupState, after: OpenPhase) -> tuple[int, ...]:
 
 
 def dealt(group: GroupState, *, spares: bool = True) -> GroupState:
-    """Deal within the innermost phase what the workers need until the round after next."""
+    """Deal what the workers need of the innermost phase until the round after next.
+
+    ``spares``: members that have had no samples so far may get some, too.
+    """
     phase, policy = group.phase, group.policy
     working = at_work(group, phase)
     if not spares:
@@ -138,15 +141,15 @@ def dealt(group: GroupState, *, spares: bool = True) -> GroupState:
 
 
 def made_up(group: GroupState, phase: OpenPhase, *, spares: bool) -> Ledger:
-    """Make a fixed batch whose contribution is in progress up to its size, after hands went back to the pool.
+    """Fill up the fixed batch in progress to its full size, after hands have been returned to the pool.
 
-    ``spares``: whoever merely went along until now may get something of it.
+    ``spares``: members that have had no samples so far may get some, too.
     """
     policy = group.policy
     if phase.kind is not Kind.TRAIN or (policy.floating and group.overlap):
         return phase.ledger
     if not any(hand.quotas for hand in phase.ledger.hands):
-        # Nobody has computed so far; who begins may have gone along with the contribution in progress already.
+        # No member has computed so far. One that begins may have handed in an empty ticket for this round already.
         return ledger.first_only(phase.ledger) if not spares else phase.ledger
     working = at_work(group, phase)
     if not spares:
@@ -154,7 +157,7 @@ def made_up(group: GroupState, phase: OpenPhase, *, spares: bool) -> Ledger:
     held = ledger.first_only(phase.ledger)
     promised = sum(hand.granted_samples for hand in held.hands)
     missing = min(policy.batch - promised, held.free)
-    # A micro-batch of a single sample would be worse than a batch that lacks one.
+    # A batch that lacks one sample is better than a micro-batch of one sample.
     if missing < (dealing.LEAST if promised else 1) or not working:
         return held
     paces = group.training.paces()

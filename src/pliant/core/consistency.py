@@ -1,8 +1,8 @@
 """Whether all workers are at the same point of the same script.
 
-Question  Do the tickets of an exchange say the same, and what have they agreed on?
-Holds     Only those have a say who do not merely go along. A difference is named with both workers and a remedy,
-          before anything is decided. A planned era begins only where all tickets carry its number.
+Question  Do the tickets of an exchange agree, and which planned era have all workers agreed on?
+Holds     Followers and spares have no vote. A difference is reported with both workers and a remedy, before anything
+          is decided. A planned era begins only if all tickets carry its number.
 Source    ours; docs/protocol.md ("Phases, break, refusals", "Planned change").
 """
 
@@ -20,7 +20,7 @@ from pliant.types import WorkerId
 
 MAX_DISPUTED = 3
 """Rounds in a row for which scripts may ask for different bounds on the gradient's norm: with an overlap a ticket may
-be under way already when a script sets another one."""
+already be handed in when a script sets another bound."""
 
 _NAMES = {Kind.TRAIN: "batches", Kind.EVALUATE: "evaluate", Kind.END: "the end of the script"}
 
@@ -29,13 +29,13 @@ class Mismatch(msgspec.Struct, frozen=True):
     """The workers are not doing the same thing; the run cannot go on."""
 
     reason: str
-    """may have a place for the names of parameters: ``{parameters}``"""
+    """may contain ``{parameters}``, to be replaced by the names of ``parameters``"""
     parameters: tuple[int, ...] = ()
-    """by their numbers"""
+    """indices of parameters"""
 
 
 def digest(group: GroupState) -> int:
-    """A fingerprint of the state's counters; tickets carry it so that a divergence is seen in the next round."""
+    """A checksum of the state's counters; tickets carry it so that a divergence is seen in the next round."""
     cursor = group.phase.ledger.cursor if group.open else -1
     limit = -1 if group.samples_limit is None else group.samples_limit
     updates_limit = -1 if group.updates_limit is None else group.updates_limit
@@ -48,7 +48,7 @@ def digest(group: GroupState) -> int:
 
 
 def compared(group: GroupState, tickets: Sequence[Ticket]) -> Mismatch | None:
-    """Whether all workers are at the same point of the same script; the first difference, by name, if not."""
+    """The first difference between workers that are not at the same point of the same script; None if all are."""
     speaking = _speaking(group, tickets)
     if not speaking:
         return None
@@ -71,6 +71,7 @@ def compared(group: GroupState, tickets: Sequence[Ticket]) -> Mismatch | None:
 
 
 def compared_openings(group: GroupState, tickets: Sequence[Ticket]) -> Mismatch | None:
+    """The first difference in length, order or epoch between the calls that workers open; None if there is none."""
     (leader, first), *others = _speaking(group, tickets)
     for worker, ticket in others:
         if ticket.length != first.length:
@@ -92,13 +93,13 @@ def compared_openings(group: GroupState, tickets: Sequence[Ticket]) -> Mismatch 
 
 
 def clip_norm_wanted(tickets: Sequence[Ticket]) -> set[float]:
-    """The bounds on the gradient's norm that scripts ask for; who takes the state over has no say."""
+    """The bounds on the gradient's norm that scripts ask for; followers have no vote."""
     said = {t.clip_norm for t in tickets if t.flags is QUIET or not t.flags & Flag.FOLLOWING}
     return {bound for bound in said if bound >= 0.0}
 
 
 def compared_clip_norms(group: GroupState, tickets: Sequence[Ticket]) -> Mismatch | None:
-    """Whether scripts have asked for different bounds for so long that one of them will not follow."""
+    """A mismatch if scripts have asked for different bounds for more than ``MAX_DISPUTED`` rounds."""
     if group.clip_disputed < MAX_DISPUTED or len(clip_norm_wanted(tickets)) < 2:
         return None
     speaking = [(worker, t) for worker, t in _speaking(group, tickets) if t.clip_norm >= 0.0]
@@ -111,17 +112,17 @@ def compared_clip_norms(group: GroupState, tickets: Sequence[Ticket]) -> Mismatc
 
 
 def opening(tickets: Sequence[Ticket]) -> tuple[bool, ...]:
-    """Who makes the call that these tickets open; the others go along.
+    """Which members make the call that these tickets open; the others take part without samples.
 
-    In the body of a loop whose phase has ended only those make one who are in the body. The others have left the loop:
-    what they open or end comes after it.
+    After a phase has ended, its loop body may still open an ``evaluate``. Then only the members in that body make the
+    call. The others have left the loop: the call they make comes after it.
     """
     within = Flag.INNER if any(ticket.flags & Flag.INNER for ticket in tickets) else Flag.OPENING
     return tuple(bool(ticket.flags & within) for ticket in tickets)
 
 
 def _speaking(group: GroupState, tickets: Sequence[Ticket]) -> list[tuple[WorkerId, Ticket]]:
-    """The tickets of those who do not merely go along."""
+    """The members with a vote, and their tickets."""
     pairs = zip(group.roster, tickets, strict=True)
     speaking = [(worker, t) for worker, t in pairs if t.flags is QUIET or not t.flags & Flag.FOLLOWING]
     inner = [(worker, t) for worker, t in speaking if t.flags is not QUIET and t.flags & Flag.INNER]
@@ -136,7 +137,8 @@ def _doing(ticket: Ticket) -> str:
 
 
 def agreed_plan(group: GroupState, tickets: Sequence[Ticket]) -> tuple[int, int] | None:
-    """The planned era all members are prepared for; never inside a nested phase: a round is in flight there."""
+    """(term, era) of the planned era that all members are prepared for. Never inside a nested phase: a round of the
+    outer phase is in flight there."""
     plans = {(ticket.plan_term, ticket.plan_era) for ticket in tickets}
     if len(plans) > 1 or len(group.open) > 1:
         return None
@@ -145,15 +147,15 @@ def agreed_plan(group: GroupState, tickets: Sequence[Ticket]) -> tuple[int, int]
 
 
 def _must_wait(group: GroupState, tickets: Sequence[Ticket]) -> bool:
-    """Whether the state would leave with those who hold it.
+    """Whether the planned era would lose the state, because only leaving members hold all of it.
 
-    Who plans an era may not know yet of a member that takes the state over again, or believe that one has it.
+    The coordinator that planned the era may not know yet that a member has to fetch the state again.
     """
     waiting, held = False, False
     for standing, ticket in zip(group.standings, tickets, strict=True):
         if standing is Standing.LEAVING or ticket.flags & (Flag.LEAVING | Flag.GOING):
             continue
-        # Who goes along does not have all of it yet, though it may have said that it can compute.
+        # A member without a vote does not have all of the state yet, even if it has said READY.
         follows = standing is Standing.FOLLOWING or bool(ticket.flags & Flag.FOLLOWING)
         waiting, held = waiting or follows, held or not follows
     return waiting and not held

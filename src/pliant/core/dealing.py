@@ -1,9 +1,9 @@
 """How free positions are dealt to the workers.
 
-Question  Which micro-batches does each worker get next, so that nobody runs dry and all finish together?
+Question  Which micro-batches does each worker get next, so that no worker runs out and all finish together?
 Holds     A fixed batch is dealt exactly, contribution by contribution, in shares by pace. An open batch is dealt
-          ahead of need; near the end each worker gets half of its part of what is left, or what it will use up
-          before the next deal, so that deals shrink geometrically and the last ones end together.
+          ahead of need. Near the end each worker gets half of its share of the remaining samples, or what it will
+          use up before the next deal, so that deals shrink geometrically and the last ones end together.
 Source    Guided self-scheduling (Polychronopoulos and Kuck 1987) for the end; the rest ours,
           docs/design/0001-data.md.
 """
@@ -19,25 +19,25 @@ from pliant.core.shares import apportion, cut, entitlements, shares
 from pliant.core.tuning.pace import Pacing
 
 # What an open batch deals ahead, in rounds: the contribution in progress, the next one, and as much again for
-# a round that takes twice as long because somebody slowed down.
+# a round that takes twice as long because a worker slowed down.
 _ROUNDS_AHEAD = 4.0
 # ... and in micro-batches, for rounds that are shorter than one of them.
 _MICRO_BATCHES_AHEAD = 3
 # What a worker must hold to reach the next deal, in rounds: part of its hand was computed since it last handed in, and
-# deals come once a round. (And a micro-batch, because everybody finishes one before handing in.)
+# deals come once a round. (Plus a micro-batch, because every worker finishes one before handing in.)
 _ROUNDS_NEEDED = 2.0
-# No micro-batch of a single sample where it can be helped: BatchNorm cannot train on one.
+# Avoid micro-batches of a single sample: BatchNorm cannot train on one.
 LEAST = 2
-# Cut into parts of at most three, any two samples or more leave no single one over.
+# Any number of samples from two on can be cut into micro-batches of two or three: no single sample is left over.
 _SMALLEST = 3
 # An open batch cuts a slow worker's micro-batches down to this part of the size it asked for, not further: below,
 # running statistics and the device's efficiency suffer more than a longer round costs.
 _SMALLEST_PART = 4
 # An open batch lets a round last until its cost (update, look-ahead, hand-in) is this part of it ...
 _COST_SHARE = 0.02
-# ... but no longer than so many full micro-batches of the fastest worker.
+# ... but no longer than this many full micro-batches of the fastest worker.
 _PATIENT_MICRO_BATCHES = 8
-# A loader that wants more rounds than this in advance gets no more: shares must not lag further behind.
+# A loader never learns more rounds than this in advance: otherwise shares would follow the pace too late.
 _MOST_ROUNDS_AHEAD = 16
 
 
@@ -49,12 +49,13 @@ def fixed(
     ahead: Sequence[int],
     contributions: int,
 ) -> Ledger:
-    """Promise whole rounds of ``batch`` samples until ``contributions`` are dealt, more if a loader looks ahead.
+    """Promise whole rounds of ``batch`` samples until ``contributions`` are dealt, more if a loader prefetches.
 
-    The epoch's last round is what is left.
+    The epoch's last round has the remaining samples. ``sizes`` and ``ahead``: largest micro-batch of each member, and
+    how many micro-batches its loader wants to know in advance.
     """
     paces = pacing.paces()
-    # A full round takes everybody in, even with one sample each; what is left at the end goes to the fast ones.
+    # Every member takes part in a full round, if need be with one sample; a short last round goes to the fast ones.
     least = 1 if batch < LEAST * len(paces) else LEAST
     full = shares(batch, paces, least) if ledger.free >= batch else ()
     while free := ledger.free:
@@ -68,7 +69,7 @@ def fixed(
 
 
 def _rounds_ahead(share: Sequence[int], sizes: Sequence[int], ahead: Sequence[int]) -> int:
-    """Rounds beyond the coming ones that the most demanding loader wants to know."""
+    """How many rounds beyond the coming ones the most demanding loader wants to know."""
     rounds = [
         math.ceil(wanted / math.ceil(samples / size))
         for samples, size, wanted in zip(share, sizes, ahead, strict=True)
@@ -85,7 +86,10 @@ def floating(
     ahead: Sequence[int],
     paying: int | None = None,
 ) -> Ledger:
-    """Deal every worker enough to stay busy until the tickets of the next round are in."""
+    """Deal every worker enough to stay busy until the tickets of the next round are in.
+
+    ``at_most``: bound on the samples of a round, if any. ``paying``: the largest round that still raises goodput.
+    """
     ledger = positions.take_back(ledger)
     members = len(sizes) if at_most is None else min(len(sizes), at_most)
     paces = _attainable(pacing, at_most, members)
@@ -99,7 +103,7 @@ def floating(
         size, part = sizes[member], parts[member]
         used = paces[member] * round_s if pacing.measured else 0.0
         wanted = math.ceil(_ROUNDS_AHEAD * used) + _MICRO_BATCHES_AHEAD * size - held[member]
-        # Whole micro-batches, at most half of the worker's part or what it needs now; the last one of them all.
+        # Whole micro-batches: at most half of the worker's part, or what it needs now. A last one is dealt completely.
         needed = math.ceil(_ROUNDS_NEEDED * used) + size - held[member]
         bound = part if part <= size else max(size, part // 2 // size * size, min(part, -(-needed // size) * size))
         grants.append(max(0, min(bound, -(-wanted // size) * size)))
@@ -115,7 +119,7 @@ def floating(
 
 
 def without_crumbs(parts: Sequence[int], paces: Sequence[float]) -> tuple[int, ...]:
-    """The same samples; parts of less than ``LEAST`` are put together, for the fastest of those who had one."""
+    """The same samples, with parts below ``LEAST`` put together for the fastest of the workers that had one."""
     whole = [part if part >= LEAST else 0 for part in parts]
     missing = sum(parts) - sum(whole)
     crumbs = sorted((m for m, part in enumerate(parts) if 0 < part < LEAST), key=lambda m: (-paces[m], m))
@@ -127,7 +131,7 @@ def without_crumbs(parts: Sequence[int], paces: Sequence[float]) -> tuple[int, .
 
 
 def _for_the_loader(ledger: Ledger, member: int, size: int, ahead: int, part: int) -> Ledger:
-    """Deal what a loader may fetch in advance, without a grant: it can still be taken back."""
+    """Deal what a loader may fetch in advance, but do not grant it: it can still be taken back."""
     count = min(ahead, part // 2 // size)
     return positions.deal(ledger, member, (size,) * count) if count > 0 else ledger
 
@@ -142,10 +146,10 @@ def _attainable(pacing: Pacing, at_most: int | None, members: int) -> tuple[floa
 
 
 def micro_batch_sizes(pacing: Pacing, at_most: int | None, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The micro-batch each worker is dealt: at most its own size, smaller where it would hold up the round.
+    """The micro-batch size each worker is dealt: at most its own, smaller if it would hold up the round.
 
-    A round lasts as long as the slowest micro-batch in it, so a slow worker's are cut to the time of the fastest
-    worker's full one, or of the summation where that is longer.
+    A round lasts as long as the slowest micro-batch in it. So a slow worker's micro-batches are cut to the time of the
+    fastest worker's full one, or of the summation if that takes longer.
     """
     if at_most is not None:
         sizes = [min(size, _least(at_most, len(sizes))) for size in sizes]
@@ -160,10 +164,10 @@ def micro_batch_sizes(pacing: Pacing, at_most: int | None, sizes: Sequence[int])
 
 
 def patience_s(pacing: Pacing, sizes: Sequence[int], paying: int | None = None) -> float:
-    """How long a contribution to an open batch lasts at least, so that a round's own cost stays small beside it.
+    """How long a contribution to an open batch lasts at least, so that the cost of the round stays a small part of it.
 
-    Bounded by a few micro-batches of the fastest worker: updates are to stay frequent where they are dear; and by the
-    time that ``paying`` samples take, where more of them in a round would not pay.
+    It is no longer than a few micro-batches of the fastest worker, so that updates stay frequent even if they are
+    expensive, and no longer than ``paying`` samples take, because larger rounds do not raise goodput.
     """
     if not pacing.measured:
         return 0.0
@@ -178,8 +182,8 @@ def contribution_limits(
 ) -> tuple[int, ...]:
     """How many samples each worker may hand in to one round of an open batch bounded by ``at_most``.
 
-    Every worker may hand in at least the largest micro-batch it can hold, or holds (``largest``) since there were fewer
-    workers; what is left is shared by pace.
+    Every worker may hand in at least the largest micro-batch it may be dealt, or has already (``largest``: dealt when
+    there were fewer workers). The remainder is shared by pace.
     """
     working = min(members, at_most)
     least = [_least(at_most, members)] * working
@@ -191,13 +195,13 @@ def contribution_limits(
 
 
 def within(limits: Sequence[int], at_most: int) -> tuple[int, ...]:
-    """The limits that fit into ``at_most``, the largest first, and none for the others.
+    """The limits that fit into ``at_most`` together, the largest first; the others become 0.
 
-    Who holds a larger micro-batch than it would be dealt now hands it in at once, and makes room for the others again.
+    A worker with a larger micro-batch than it would be dealt now hands it in first, which makes room for the others.
     """
     left, kept = at_most, [0] * len(limits)
     for member in sorted(range(len(limits)), key=lambda m: (-limits[m], m)):
-        # One is always let in, or nobody could go on.
+        # The first always fits; otherwise no worker could go on.
         if limits[member] <= left or left == at_most:
             kept[member] = limits[member]
             left -= limits[member]

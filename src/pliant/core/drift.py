@@ -1,10 +1,10 @@
-"""Whose weights are not those of the others.
+"""Which workers' weights differ from the others'.
 
-Question  Which worker's weights differ, and what becomes of it?
+Question  Which worker's weights differ, and does it fetch the state again or leave the run?
 Holds     Pure: all workers name the same ones from the same tickets. Only digests of the same part of the weights after
-          the same round are compared, bit by bit among workers that compute alike, by a sketch with a tolerance among
-          others. The majority is right; where it is a
-          tie, whoever of the tied stands first in the roster. Somebody is always believed, so the state is never lost.
+          the same round are compared. Workers with the same arithmetic must agree bit by bit, others within a tolerance
+          by a sketch. The majority is right; in a tie the group with the first member of the roster is. Some member is
+          always right, so the state is never lost.
 Source    ours; docs/design/0013-drift.md.
 """
 
@@ -19,39 +19,39 @@ from pliant.core.tickets import Flag, Ticket
 from pliant.types import WorkerId
 
 EVERY = 32
-"""Rounds from one digest to the next. At the start there are more (rounds 1, 2, 4, 8, 16, of all weights): what a
-script gets wrong, it mostly gets wrong from the first round on."""
+"""Rounds between two digests. At the start there are more (rounds 1, 2, 4, 8, 16, of all weights), because most errors
+of a script show from the first round on."""
 
 PARTS = 2
-"""A digest is of one part of the weights (of all of them where they are few), the next one of the next part. So a
-difference is seen within 64 rounds, and a round reads 1/64 of the weights on average, where its update reads and writes
-all of them several times."""
+"""Each digest covers one part of the weights in turn (all weights if the model is small). So a difference is seen
+within 64 rounds, and a round reads 1/64 of the weights on average; an update reads and writes all of them several
+times."""
 
 FORGIVEN = 1
-"""How often a worker takes the state over again. A second difference is no accident."""
+"""How often a worker may fetch the state again. A second difference is not an accident."""
 
 TOLERANCE = 0.02
-"""By how much sketches of workers that compute differently may differ: rounding moves weights by far less of their
-norm, a layer that was never made equal, or that one worker trains alone, by much more."""
+"""How far apart the sketches of workers that compute differently may be, relative to the norm of the weights. Rounding
+moves them far less; a layer that was never made equal, or that one worker trains alone, moves them much more."""
 
 _SILENT = Flag.FOLLOWING | Flag.LEAVING
 
 
 class Drift(msgspec.Struct, frozen=True):
-    """Some workers' weights differ from those that are believed."""
+    """Some workers' weights differ from those that are taken to be right."""
 
     round: int
-    """after which they differed"""
+    """the round after which they differed"""
     digests: tuple[tuple[int, int, int], ...]
     """(member, arithmetic, digest) of all that were compared"""
     healed: tuple[int, ...]
-    """members that take the state over again"""
+    """members that fetch the state again"""
     expelled: tuple[int, ...]
-    """members for which it is not the first time"""
+    """members that have differed before, and must leave"""
     donor: int
-    """the first member that is believed"""
+    """the first member whose weights are right"""
     sketches: tuple[float, ...] = ()
-    """of those that were compared, where they compute differently"""
+    """sketches of all that were compared, if some compute differently"""
 
     @property
     def named(self) -> tuple[int, ...]:
@@ -66,12 +66,12 @@ def is_due(number: int, every: int) -> bool:
 
 
 def turn(number: int, every: int) -> int | None:
-    """Which part of the weights it is of, counted on and on; None: of all of them."""
+    """Running number of the part of the weights that the digest after round ``number`` covers; None: all weights."""
     return None if number < every else number // every
 
 
 def are_unlike(tickets: Sequence[Ticket]) -> bool:
-    """Whether some of those who speak compute otherwise than others: their digests say nothing, sketches do."""
+    """Whether some members compute differently from others, so that only their sketches can be compared."""
     first = tickets[0].arithmetic
     return any(ticket.arithmetic != first and not ticket.flags & _SILENT for ticket in tickets)
 
@@ -82,7 +82,7 @@ def judged(
     tickets: Sequence[Ticket],
     offences: Mapping[WorkerId, int],
 ) -> Drift | None:
-    """Who of the ``active`` members differs, by the digests that these tickets bring."""
+    """Which of the ``active`` members differ, by the digests in these tickets; None: none of them."""
     speaking = [m for m in active if tickets[m].weights_round > 0 and not tickets[m].flags & _SILENT]
     if len(speaking) < 2:
         return None
@@ -92,7 +92,7 @@ def judged(
     donor = len(roster)
     for arithmetic in {tickets[member].arithmetic for member in known}:
         alike = [member for member in known if tickets[member].arithmetic == arithmetic]
-        # Counted in the roster's order; of equal counts the first one is the answer.
+        # ``Counter`` keeps the roster's order, so the first of equal counts wins.
         right, _ = Counter(tickets[member].weights for member in alike).most_common(1)[0]
         wrong = [member for member in alike if tickets[member].weights != right]
         differing += wrong
@@ -115,7 +115,8 @@ def judged(
 
 
 def _compared(known: Sequence[int], tickets: Sequence[Ticket]) -> tuple[int, list[int]]:
-    """Of workers that compute differently: the first one that is believed, and whose sketch is apart from its."""
+    """Compare the sketches of workers that compute differently: the first member that is right, and the members whose
+    sketch is too far from its."""
     known = [member for member in known if tickets[member].sketch]
 
     def near(member: int) -> list[int]:
@@ -124,6 +125,6 @@ def _compared(known: Sequence[int], tickets: Sequence[Ticket]) -> tuple[int, lis
 
     if len({tickets[member].arithmetic for member in known}) < 2:
         return 0, []
-    # As with digests: the majority, and of equal ones whoever stands first in the roster.
+    # As with digests: the majority is right, in a tie the one that is first in the roster.
     believed = max(known, key=lambda member: (len(near(member)), -member))
     return believed, [member for member in known if member not in near(believed)]

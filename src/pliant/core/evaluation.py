@@ -1,9 +1,9 @@
-"""What ``evaluate`` measures beside one sum and one count.
+"""What ``evaluate`` measures in addition to one sum and one count.
 
-Question  How do several sums become several means, each sample counted once?
-Holds     A contribution's sums and outputs travel behind its ticket (an *appendix*), in the same exchange: they count
+Question  How do several sums become several means, with each sample counted once?
+Holds     A contribution's sums and outputs travel in an *appendix* to its ticket, in the same exchange: they count
           if and only if its samples do. All workers measure the same names, and every worker adds up the same numbers
-          in the same order. The first name, or ``loss`` where there is one, is the one that stands for all.
+          in the same order. The leading name is ``loss`` if there is one, else the first.
 Source    ours; docs/design/0017-evaluate.md.
 """
 
@@ -20,17 +20,17 @@ from pliant.core.tickets import Sums, Ticket
 from pliant.types import WorkerId
 
 MAX_NAMES = 100
-"""of means in one ``evaluate``: they are journaled with every exchange"""
+"""Means in one ``evaluate``: they are journaled with every exchange."""
 MAX_NAME_LENGTH = 100
-"""as of all names in the journal"""
+"""The same limit as for all names in the journal."""
 
 
 class Appendix(msgspec.Struct, frozen=True, array_like=True):
-    """What a contribution to an ``evaluate`` has to say beside its ticket."""
+    """What a contribution to an ``evaluate`` sends in addition to its ticket."""
 
     sums: Sums = ()
     outputs: tuple[bytes, ...] | None = None
-    """what was computed of each of its micro-batches, encoded; None: nothing is gathered"""
+    """the encoded outputs of each of its micro-batches; None: outputs are not gathered"""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -38,17 +38,17 @@ _decoder = msgspec.msgpack.Decoder(Appendix)
 
 
 def packed(appendix: Appendix) -> bytes:
-    """The appendix as bytes; none where there is nothing to say."""
+    """The appendix as bytes; empty if there is nothing to send."""
     return _encoder.encode(appendix) if appendix.sums or appendix.outputs is not None else b""
 
 
 def unpacked(data: bytes) -> Appendix:
-    """The inverse of ``packed``; raises ``ValueError`` on what no worker packs."""
+    """The inverse of ``packed``; raises ``ValueError`` on bytes that ``packed`` never returns."""
     return _decoder.decode(data) if data else Appendix()
 
 
 def read(tickets: Sequence[Ticket], appendices: Sequence[Appendix]) -> list[Ticket]:
-    """The tickets with what their appendices say."""
+    """The tickets with the contents of their appendices."""
     return [
         replace(ticket, sums=appendix.sums, gathers=appendix.outputs is not None)
         if appendix.sums or appendix.outputs is not None
@@ -58,12 +58,12 @@ def read(tickets: Sequence[Ticket], appendices: Sequence[Appendix]) -> list[Tick
 
 
 def leading(names: Sequence[str]) -> str:
-    """The name that stands for all: in the journal's one result, and for a schedule that follows results."""
+    """The name whose mean is the single result in the journal, and the one a scheduler is given."""
     return "loss" if "loss" in names else names[0]
 
 
 def compared(known: Sums, roster: Sequence[WorkerId], tickets: Sequence[Ticket]) -> Mismatch | None:
-    """Whether all who have computed something measure the same; ``known``: what was measured before."""
+    """A mismatch if contributions measure different names, or names other than the phase's so far (``known``)."""
     computed = [(worker, ticket) for worker, ticket in zip(roster, tickets, strict=True) if ticket.micro_batches]
     if not computed:
         return None
@@ -83,7 +83,7 @@ def compared(known: Sums, roster: Sequence[WorkerId], tickets: Sequence[Ticket])
 
 
 def added(sums: Sums, tickets: Sequence[Ticket]) -> Sums:
-    """The sums of a phase with those of an exchange."""
+    """The sums of a phase after an exchange."""
     found = [ticket.sums for ticket in tickets if ticket.sums]
     if not found:
         return sums
@@ -99,19 +99,22 @@ def added(sums: Sums, tickets: Sequence[Ticket]) -> Sums:
 
 
 def _added(before: float, values: Sequence[float]) -> float:
-    # fsum refuses inf - inf; a sum in the order of the roster is the same on all workers, too.
+    # fsum raises on inf - inf; a plain sum in the order of the roster is also the same on all workers.
     return before + (math.fsum(values) if all(map(math.isfinite, values)) else sum(values))
 
 
 def means(sums: Sums) -> dict[str, float | None] | None:
-    """The means by name; None for one that is undefined. None in all where there are no names."""
+    """The means by name, None for one that is undefined. None instead of a dict if there are no names."""
     if not sums:
         return None
     return {name: _finite(total / count) if count else None for name, total, count in sums}
 
 
 def journaled(tickets: Sequence[Ticket]) -> list[list[tuple[str, float, float]]]:
-    """The sums of an exchange, in the order of the roster; JSON has no infinity, and a mean of one is not compared."""
+    """The sums of an exchange for the journal, in the order of the roster.
+
+    JSON has no infinity: such a sum is written as 0, and its mean is not compared.
+    """
     if not any(ticket.sums for ticket in tickets):
         return []
     return [
@@ -121,7 +124,8 @@ def journaled(tickets: Sequence[Ticket]) -> list[list[tuple[str, float, float]]]
 
 
 def differences(recorded: Mapping[str, float | None], decided: Mapping[str, float | None] | None) -> list[str]:
-    """What a journal says otherwise than the decision code; a result that is not finite is journaled as none."""
+    """Where a journal's results differ from those of the decision code. A result that is not finite is journaled as
+    None, and not compared."""
     decided = decided or {}
     if list(recorded) != list(decided):
         return [f"results are of {', '.join(recorded) or 'nothing'}, not {', '.join(decided) or 'nothing'}"]

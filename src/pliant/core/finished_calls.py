@@ -1,9 +1,8 @@
-"""The calls of ``batches`` and ``evaluate`` that the group has left.
+"""The calls of ``batches`` and ``evaluate`` that the group has finished.
 
-Question  How did call number n end, for a script that makes it later, when there may be a hundred thousand of them?
-Holds     A value like any other of the replicated state: adding a call gives another one, and both share all but a few
-          blocks. Adding and looking up cost the same whatever the number of calls. What travels is a list of the calls
-          from some number on.
+Question  What is the result of call number n, for a newcomer whose script makes it later? There may be 100 000 calls.
+Holds     An immutable value: adding a call returns another one, and both share all but a few blocks. Adding and looking
+          up take the same time for any number of calls. Over the network it is a list of the calls from some number on.
 Source    Persistent vectors (Bagwell, 2000, "Ideal hash trees", as in Clojure); docs/design/0019-order.md.
 """
 
@@ -18,11 +17,11 @@ from msgspec.structs import replace
 from pliant.core.tickets import Kind
 
 WIDTH = 32
-"""Calls in a block, and blocks in a larger one: so many references are copied where a call is added."""
+"""Calls in a block, and blocks in a larger block: adding a call copies at most this many references per level."""
 
 
 class FinishedPhase(msgspec.Struct, frozen=True):
-    """A finished phase: what the same call of a newcomer returns."""
+    """A finished phase: the result of the same call in a newcomer's script."""
 
     kind: Kind
     epoch: int
@@ -30,11 +29,11 @@ class FinishedPhase(msgspec.Struct, frozen=True):
     inner: bool = False
     """called in the body of the loop before it, whose phase had ended: a newcomer does not make this call"""
     results: dict[str, float | None] | None = None
-    """where ``evaluate`` measures several means: each by its name, None for one that is undefined"""
+    """if ``evaluate`` measures several means: each by its name, None for one that is undefined"""
 
 
 class FinishedCall(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """A finished top-level call, as it travels."""
+    """A finished top-level call, in the form in which it is sent."""
 
     kind: Kind
     epoch: int
@@ -53,9 +52,9 @@ class FinishedCalls(msgspec.Struct, frozen=True):
 
     count: int = 0
     last: tuple[FinishedCall, ...] = ()
-    """a block of those that came last"""
+    """the last calls, at most ``WIDTH``"""
     blocks: tuple[tuple[Any, ...], ...] = ()
-    """full ones, the smallest first: of so many calls, of so many of those blocks, and so on"""
+    """earlier calls by level, smallest blocks first: blocks of calls, blocks of blocks, and so on"""
 
     def __len__(self) -> int:
         return self.count
@@ -64,7 +63,7 @@ class FinishedCalls(msgspec.Struct, frozen=True):
         return self.call(number).past
 
     def call(self, number: int) -> FinishedCall:
-        """Call ``number``; from the end where that is negative."""
+        """Call ``number``; a negative one counts from the end."""
         left = number + self.count if number < 0 else number
         if not 0 <= left < self.count:
             raise IndexError(f"call {number} of {self.count}")
@@ -80,20 +79,20 @@ class FinishedCalls(msgspec.Struct, frozen=True):
 
     @property
     def epoch(self) -> int:
-        """That of the last one; -1: there is none. Scripts count upwards."""
+        """The epoch of the last call; -1 if there are no calls. Epoch numbers only grow."""
         return self.call(-1).epoch if self.count else -1
 
     @property
     def ended_inside(self) -> bool:
-        """Whether the phase that has ended last was opened in the body of a loop that was over."""
+        """Whether the phase that ended last was opened in a loop body after the loop's own phase had ended."""
         return self.count > 0 and bool(self.call(-1).inner)
 
     def since(self, number: int) -> list[FinishedCall]:
-        """The calls from that one on."""
+        """The calls from ``number`` on."""
         return [self.call(each) for each in range(number, self.count)]
 
     def added(self, past: FinishedPhase) -> FinishedCalls:
-        """With one more; an inner one belongs to the call before it."""
+        """The calls with one more; an inner phase belongs to the call before it."""
         if not past.inner:
             return self.joined([FinishedCall(past.kind, past.epoch, past.result, past.results)])
         if not self.count:
@@ -102,7 +101,7 @@ class FinishedCalls(msgspec.Struct, frozen=True):
         return self.up_to(self.count - 1).joined([replace(call, inner=(*call.inner, past))])
 
     def joined(self, calls: Iterable[FinishedCall]) -> FinishedCalls:
-        """With these added."""
+        """The calls with these added."""
         count, last, blocks = self.count, list(self.last), list(self.blocks)
         for call in calls:
             if len(last) == WIDTH:
@@ -113,14 +112,14 @@ class FinishedCalls(msgspec.Struct, frozen=True):
         return FinishedCalls(count, tuple(last), tuple(blocks))
 
     def up_to(self, number: int) -> FinishedCalls:
-        """Only those before that one."""
+        """The calls before ``number``."""
         if number >= self.count - len(self.last):
             return replace(self, count=min(number, self.count), last=self.last[: number - self.count + len(self.last)])
         return FinishedCalls().joined(self.call(each) for each in range(number))
 
 
 def _carry(blocks: list[tuple[Any, ...]], full: tuple[Any, ...]) -> None:
-    """Put a full block with those of its size; where they are full, too, they become one of the next size."""
+    """Add a full block to the others of its size; ``WIDTH`` blocks become one block of the next size."""
     for level, others in enumerate(blocks):
         if len(others) + 1 < WIDTH:
             blocks[level] = (*others, full)
@@ -133,7 +132,7 @@ NONE = FinishedCalls()
 
 
 def calls_of(pasts: Sequence[FinishedPhase]) -> FinishedCalls:
-    """Those of a list, in which inner ones come after their call."""
+    """The calls of a list of phases, in which inner phases follow their call."""
     calls = NONE
     for past in pasts:
         calls = calls.added(past)

@@ -1,8 +1,8 @@
-"""The replicated state: what every worker knows of the group.
+"""The replicated state: what every worker knows about the group.
 
-Question  What do all workers hold alike, so that each can decide for itself what all decide?
-Holds     Frozen values, equal on all workers after the same tickets. Nothing here changes one: an exchange does
-          (``rounds``), and a change of the roster (``regrouping``).
+Question  Which state does every worker hold, so that all of them reach the same decisions without asking each other?
+Holds     Frozen values, equal on all workers after the same tickets. This module only defines them: an exchange
+          (``rounds``) or a change of the roster (``regrouping``) computes the next ones.
 Source    ours; docs/protocol.md ("One round, step by step").
 """
 
@@ -35,23 +35,23 @@ class Policy(msgspec.Struct, frozen=True):
     delay: int = 1
     """1, 0 or ``overlap.AUTO``"""
     trial: int = overlap.TRIAL
-    """with the latter: rounds for which a delay is tried"""
+    """with ``overlap.AUTO``: rounds for which a delay is tried"""
     rule: rates.Rule = rates.LINEAR
     momentum: float = 0.0
     watched: int = drift.EVERY
-    """rounds from one digest of the weights to the next; 0: none is taken"""
+    """rounds between two digests of the weights; 0: no digests"""
     order: str = PERMUTATION
-    """how the samples of an epoch are ordered: what journals and checkpoints mean that do not say"""
+    """how the samples of an epoch are ordered; the default is what journals and checkpoints without this field mean"""
 
 
 class Standing(enum.IntEnum):
-    """What a member of the roster can do now."""
+    """Whether a member of the roster computes now."""
 
     FOLLOWING = 0
     """does not hold the whole state yet: weight 0, no deals"""
     ACTIVE = 1
     LEAVING = 2
-    """draws no more; gone with the next planned era"""
+    """draws no more samples; the next planned era is without it"""
 
 
 class OpenPhase(msgspec.Struct, frozen=True):
@@ -65,24 +65,26 @@ class OpenPhase(msgspec.Struct, frozen=True):
     ahead: tuple[int, ...]
     ledger: Ledger
     took_part: tuple[bool, ...]
-    """who has handed in a sample in this phase"""
+    """per member: it has handed in a sample in this phase"""
     present: tuple[bool, ...]
-    """whose script has made this call; the others go along without samples"""
+    """per member: its script has made this call; the others take part without samples"""
     seen: bool = False
-    """the last round was seen: an ``evaluate`` may be opened before the round in flight is settled"""
+    """every working member was inside ``step`` at the last round, so scripts may open an ``evaluate`` before the round
+    in flight is settled"""
     resumed: bool = False
-    """an unplanned era has begun since the last round: some may settle the next one outside of ``step``"""
+    """an unplanned era has begun, or the delay has changed, since the last round: some workers may settle the next one
+    outside of ``step``"""
     inner: bool = False
     """see ``FinishedPhase``"""
     nested: tuple[FinishedPhase, ...] = ()
     """finished phases inside this one, in their order"""
     limits: tuple[int, ...] = ()
-    """bounded open batch: what each member may hand in to the contribution that was begun before the last round was
-    settled (``drawing.kept_limits``); empty: what it may hand in to one that is begun now"""
+    """bounded open batch: samples that each member may hand in with the contribution it began before the last round was
+    settled (``allowance.kept_limits``); empty: the limits of a contribution begun now apply"""
     total: float = 0.0
     count: float = 0.0
     sums: Sums = ()
-    """where several means are measured: the sum and the count of each so far"""
+    """if ``evaluate`` measures several means: the sum and the count of each so far"""
 
 
 class GroupState(msgspec.Struct, frozen=True):
@@ -95,30 +97,32 @@ class GroupState(msgspec.Struct, frozen=True):
     exchange: int = 0
     """exchanges settled so far, of any kind"""
     round: int = 0
-    """the number of the last settled round; void numbers are passed over"""
+    """the number of the last settled round; void numbers are skipped"""
     phases: int = 0
     """phases opened so far"""
     samples: int = 0
     """samples of settled training rounds"""
     samples_limit: int | None = None
     updates: int = 0
-    """updates of the weights so far: rounds that were neither skipped nor void, and had any weight"""
+    """updates of the weights so far: rounds that were neither skipped nor void and had a weight above 0"""
     updates_limit: int | None = None
-    """training ends with this many"""
+    """training ends after this many updates"""
     rate: rates.Rate = msgspec.field(default_factory=rates.Rate)
     choice: overlap.DelayState = msgspec.field(default_factory=overlap.DelayState)
-    """which delay is in force, where that is decided from round to round"""
+    """with ``delay="auto"``: the delay in force, and what has been measured"""
     scheduled: float = 0.0
-    """samples by which the schedule has moved on: those of ``samples``, under AdaScale what they were worth"""
+    """samples by which the schedule has advanced: equal to ``samples``, except under AdaScale, which counts each round
+    by its gain"""
     noise: noise.Noise = msgspec.field(default_factory=noise.Noise)
     paying: int | None = None
-    """up to how many samples a round of an open batch pays, where the user sets no bound; None: any, or not known"""
+    """open batch without a bound by the user: the largest round that still raises goodput; None: not known, or any"""
     skipped: int = 0
     skipped_in_a_row: int = 0
     clip_norm: float | None = None
-    """the bound on the gradient's norm that the scripts have set since ``join``; 0: none; None: as agreed there"""
+    """the bound on the gradient's norm that the scripts have set since ``join``; 0: no clipping; None: the bound given
+    to ``join`` holds"""
     clip_disputed: int = 0
-    """rounds in a row whose tickets asked for different ones"""
+    """rounds in a row whose tickets asked for different bounds"""
     training: Pacing = msgspec.field(default_factory=lambda: pace.unmeasured(1))
     evaluating: Pacing = msgspec.field(default_factory=lambda: pace.unmeasured(1))
     open: tuple[OpenPhase, ...] = ()
@@ -126,14 +130,13 @@ class GroupState(msgspec.Struct, frozen=True):
     past: FinishedCalls = NONE
     """finished top-level calls, in their order"""
     given_up: tuple[OpenPhase, ...] = ()
-    """phases that the last unplanned era has ended: nobody was left in them, and nobody else would have come"""
+    """phases that the last unplanned era ended, because no remaining member was inside them"""
     offences: tuple[tuple[WorkerId, int], ...] = ()
     """members whose weights have differed from the others', and how often"""
     trained: bytes = b""
-    """the parameters that the next round's gradients are laid out for (``core.trained_set``); empty: none agreed on
-    yet"""
+    """the parameters in the layout of the next round's gradients (``core.trained_set``); empty: not agreed yet"""
     unlike: int = 0
-    """rounds in a row in which the workers did not train the same ones"""
+    """rounds in a row in which the workers trained different parameters"""
     over: bool = False
     """all scripts have reached their end"""
 
@@ -148,19 +151,19 @@ class GroupState(msgspec.Struct, frozen=True):
 
     @property
     def delay(self) -> int:
-        """What is in force in a training phase of a group."""
+        """The delay in force in training phases, for a roster of more than one worker."""
         return self.choice.delay if self.policy.delay == overlap.AUTO else self.policy.delay
 
     def overlaps(self, kind: Kind) -> bool:
-        """The same for a phase of another kind."""
+        """Whether a phase of this kind overlaps computing and summing."""
         return len(self.roster) > 1 and (self.delay == 1 or kind is Kind.EVALUATE)
 
     @property
     def at_most(self) -> int | None:
-        """How many samples a round of an open batch may have.
+        """How many samples a round of an open batch may have; None: any number.
 
-        Where more than so many stop paying, rounds end by then (``drawing.allowance``); up to twice as many a round
-        may take in, lest a fast worker waits for a slow one.
+        Without a bound by the user it is twice the size that still pays. Rounds aim at that size
+        (``allowance.allowance``); the factor of two keeps a fast worker from waiting for a slow one.
         """
         if self.policy.at_most is not None or self.paying is None:
             return self.policy.at_most
@@ -168,7 +171,7 @@ class GroupState(msgspec.Struct, frozen=True):
 
     @property
     def efficiency(self) -> float | None:
-        """What a sample is worth beside one in a round of the reference batch; None while unknown."""
+        """Statistical efficiency of a sample relative to one in a round of the reference batch; None while unknown."""
         scale = self.noise.scale
         if scale is None:
             return None

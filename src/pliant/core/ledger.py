@@ -1,9 +1,9 @@
 """Which positions of an epoch are free, dealt, done.
 
-Question  Who may work on which positions, and which are spent?
+Question  Which worker may work on which positions, and which positions are spent?
 Holds     Every position below ``limit`` is in exactly one place: free, in one worker's hand, or taken by a
-          settled ticket. A hand is a queue of micro-batches that are never split; a worker draws from its front,
-          never beyond what is ``granted``, so what lies behind can be taken back without asking it.
+          settled ticket. A hand is a queue of micro-batches that are never split. A worker draws from its front,
+          and only what is ``granted``, so the remainder can be taken back without asking the worker.
 Source    ours; docs/design/0001-data.md. Property tests: tests/core/test_ledger.py.
 """
 
@@ -20,6 +20,7 @@ MicroBatch = tuple[Span, ...]
 
 
 def samples_of(spans: Sequence[Span]) -> int:
+    """The number of positions in these spans."""
     samples = 0
     for start, stop in spans:
         samples += stop - start
@@ -33,10 +34,11 @@ class Hand(msgspec.Struct, frozen=True):
     granted: int = 0
     """micro-batches from the front that the worker may draw"""
     quotas: tuple[int, ...] = ()
-    """fixed batch only: micro-batches of each coming contribution; their sum is ``granted``"""
+    """fixed batch only: number of micro-batches in each coming contribution; their sum is ``granted``"""
 
     @property
     def granted_samples(self) -> int:
+        """The number of samples in the granted micro-batches."""
         return sum(samples_of(micro_batch) for micro_batch in self.queue[: self.granted])
 
 
@@ -52,11 +54,12 @@ class Ledger(msgspec.Struct, frozen=True):
 
     @property
     def free(self) -> int:
+        """The number of positions that are in no hand and not spent."""
         return self.limit - self.cursor + samples_of(self.returned)
 
     @property
     def remaining(self) -> int:
-        """Positions no settled ticket has taken yet."""
+        """Positions that no settled ticket has taken yet."""
         return self.free + sum(samples_of(mb) for hand in self.hands for mb in hand.queue)
 
     @property
@@ -66,7 +69,7 @@ class Ledger(msgspec.Struct, frozen=True):
 
 
 def opened(limit: int, members: int) -> Ledger:
-    """All positions free."""
+    """A ledger with all positions free."""
     return Ledger(limit=limit, cursor=0, returned=(), hands=(Hand(),) * members)
 
 
@@ -89,7 +92,7 @@ def grant(ledger: Ledger, member: int, granted: int) -> Ledger:
 
 
 def promise(ledger: Ledger, shares: Sequence[Sequence[int]]) -> Ledger:
-    """Fixed batch: deal everybody's share of one coming contribution, micro-batches of these sizes, and grant it."""
+    """Fixed batch: deal and grant each member's share of one coming contribution, as micro-batches of these sizes."""
     pool = _Pool(ledger)
     hands: list[Hand] = []
     for hand, sizes in zip(ledger.hands, shares, strict=True):
@@ -99,7 +102,7 @@ def promise(ledger: Ledger, shares: Sequence[Sequence[int]]) -> Ledger:
 
 
 def take_back(ledger: Ledger) -> Ledger:
-    """Return to the free positions everything that no worker may have started."""
+    """Return all positions that are dealt but not granted to the free ones: no worker can have started them."""
     spans = [span for hand in ledger.hands for mb in hand.queue[hand.granted :] for span in mb]
     if not spans:
         return ledger
@@ -108,7 +111,7 @@ def take_back(ledger: Ledger) -> Ledger:
 
 
 def give_back(ledger: Ledger, member: int) -> Ledger:
-    """Return all of ``member``'s hand to the free positions: it draws no more."""
+    """Return the whole hand of ``member``, which draws no more, to the free positions."""
     spans = [span for mb in ledger.hands[member].queue for span in mb]
     if not spans:
         return _with_hand(ledger, member, Hand())
@@ -119,17 +122,17 @@ class Kept(msgspec.Struct, frozen=True):
     """What becomes of one hand of the old roster in a new one."""
 
     member: int
-    """its place in the old roster"""
+    """its index in the old roster"""
     skip: int
-    """micro-batches from the front that are lost: they return to the pool"""
+    """micro-batches at the front that are lost: they return to the pool"""
     keep: int
-    """micro-batches after those that stay with their worker"""
+    """micro-batches after the lost ones that stay with their worker"""
 
 
 def regrouped(ledger: Ledger, kept: Sequence[Kept | None], *, quotas: bool) -> Ledger:
-    """The ledger of another roster: kept micro-batches stay (granted, one contribution), the rest is free again.
+    """The ledger of another roster: kept micro-batches stay (granted, one contribution), all others are free again.
 
-    None stands for a worker that was not there before.
+    ``kept`` has one entry per member of the new roster; None stands for a new member.
     """
     hands: list[Hand] = []
     for entry in kept:
@@ -143,14 +146,14 @@ def regrouped(ledger: Ledger, kept: Sequence[Kept | None], *, quotas: bool) -> L
 
 
 def unbounded(ledger: Ledger) -> Ledger:
-    """The same hands, contributions no longer bounded by quotas."""
+    """The same hands without quotas: contributions are no longer bounded."""
     return replace(ledger, hands=tuple(Hand(hand.queue, hand.granted) for hand in ledger.hands))
 
 
 def bounded(ledger: Ledger, at_most: int | None) -> Ledger:
-    """Contributions bounded by quotas from now on: the first is what may be drawn already, the rest is free again.
+    """Contributions bounded by quotas from now on: the first one is what is granted, the rest of each hand is free.
 
-    ``at_most``: nobody has drawn more samples than that.
+    ``at_most``: no worker has drawn more samples than this, so the first contribution needs no more.
     """
     hands: list[Hand] = []
     for hand in ledger.hands:
@@ -165,13 +168,13 @@ def bounded(ledger: Ledger, at_most: int | None) -> Ledger:
 
 
 def collected(ledger: Ledger) -> Ledger:
-    """Everything that was dealt is free again: nobody has drawn any of it."""
+    """All dealt positions are free again. Only valid if no worker has drawn any of them."""
     spans = [span for hand in ledger.hands for mb in hand.queue for span in mb]
     return Ledger(ledger.limit, ledger.cursor, joined([*ledger.returned, *spans]), (Hand(),) * len(ledger.hands))
 
 
 def aligned(ledger: Ledger) -> Ledger:
-    """Fixed batch: whoever has just begun has no part in the contributions that are dealt already."""
+    """Fixed batch: a member that has just begun gets a share of 0 in the contributions that are already dealt."""
     depth = max((len(hand.quotas) for hand in ledger.hands), default=0)
     if all(len(hand.quotas) == depth for hand in ledger.hands):
         return ledger
@@ -182,7 +185,7 @@ def aligned(ledger: Ledger) -> Ledger:
 
 
 def first_only(ledger: Ledger) -> Ledger:
-    """Fixed batch: take back what was promised beyond the contribution in progress, which everybody has then."""
+    """Fixed batch: take back what was promised beyond the contribution in progress; every member then has one quota."""
     hands: list[Hand] = []
     spans: list[Span] = []
     for hand in ledger.hands:
@@ -200,7 +203,8 @@ def add_to_first(ledger: Ledger, member: int, sizes: Sequence[int]) -> Ledger:
 
 
 def settle(ledger: Ledger, drawn: Sequence[int]) -> tuple[Ledger, tuple[tuple[Span, ...], ...]]:
-    """Take the first ``drawn[m]`` micro-batches out of each hand: they are spent. Returns their spans too."""
+    """Take the first ``drawn[m]`` micro-batches out of the hand of each member m: they are spent. Also return their
+    spans."""
     hands: list[Hand] = []
     spent: list[tuple[Span, ...]] = []
     for hand, count in zip(ledger.hands, drawn, strict=True):
@@ -212,7 +216,7 @@ def settle(ledger: Ledger, drawn: Sequence[int]) -> tuple[Ledger, tuple[tuple[Sp
 
 
 def unspent(ledger: Ledger) -> tuple[Span, ...]:
-    """All positions no settled ticket has taken: what a ``break`` cuts."""
+    """All positions that no settled ticket has taken: a ``break`` cuts these."""
     spans = [span for hand in ledger.hands for mb in hand.queue for span in mb]
     spans += [*ledger.returned, (ledger.cursor, ledger.limit)]
     return joined([span for span in spans if span[0] < span[1]])
@@ -232,7 +236,7 @@ def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
 
 
 class _Pool:
-    """The free positions of a ledger, while some of them are dealt."""
+    """The free positions of a ledger while some of them are being dealt."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._limit = ledger.limit
@@ -240,11 +244,11 @@ class _Pool:
         self._returned = list(ledger.returned)
 
     def taken(self, sizes: Sequence[int]) -> tuple[MicroBatch, ...]:
-        """Micro-batches of these sizes; those positions come first that were dealt before."""
+        """Micro-batches of these sizes. Positions that were dealt before and taken back come first."""
         return tuple([self._micro_batch(size) for size in sizes])
 
     def ledger(self, hands: tuple[Hand, ...]) -> Ledger:
-        """What is left."""
+        """The ledger with the positions that are left."""
         return Ledger(self._limit, self._cursor, tuple(self._returned), hands)
 
     def _micro_batch(self, size: int) -> MicroBatch:

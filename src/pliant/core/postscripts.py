@@ -1,8 +1,9 @@
-"""What a worker knows of its contribution only when its last backward pass is over.
+"""What a worker knows about its contribution only after its last backward pass.
 
-Question  How do the others learn what was not known yet when the ticket was handed in?
-Holds     A list of numbers, as long on all workers, in which each fills in places of its own (and may add to those of
-          the bitmap): added up, it says everybody's to everybody. With it the tickets are what they would have been.
+Question  Buckets are handed in during the last backward pass. How do the others learn what was not known at its start?
+Holds     A list of numbers of the same length on all workers. Each worker fills in its own entries (and adds to those
+          of the bitmap), so that an all-reduce gives every worker all entries. Tickets completed with them equal those
+          of a contribution handed in after the backward pass.
 Source    ours; docs/design/0015-parts.md.
 """
 
@@ -15,18 +16,18 @@ from msgspec.structs import replace
 from pliant.core.tickets import Flag, Ticket
 
 _EACH = 3
-"""numbers of each member: busy seconds, squared norm, whether anything is not finite"""
+"""numbers per member: busy seconds, squared norm, whether loss or gradient is not finite"""
 
 
 def nothing(members: int, bits: int) -> list[float]:
-    """Of one who only goes along; ``bits``: the length of a ticket's bitmap."""
+    """The list of a member without a contribution; ``bits``: the length of a ticket's bitmap."""
     return [0.0] * (_EACH * members + bits)
 
 
 def written(
     members: int, place: int, bits: int, *, busy_s: float, squared_norm: float | None, bitmap: int
 ) -> list[float]:
-    """Of the member at ``place``; ``squared_norm`` None: something is not finite."""
+    """The list of the member at index ``place``; ``squared_norm`` None: loss or gradient is not finite."""
     values = nothing(members, bits)
     norm = 0.0 if squared_norm is None else squared_norm
     values[_EACH * place : _EACH * (place + 1)] = [busy_s, norm, float(squared_norm is None)]
@@ -36,7 +37,7 @@ def written(
 
 
 def read(values: Sequence[float], gathered: Sequence[Ticket]) -> tuple[list[Ticket], int]:
-    """The tickets with what was added to them, and the union of the bitmaps."""
+    """The tickets completed with ``values``, the sum of all lists, and the union of the bitmaps."""
     tickets: list[Ticket] = []
     for place, ticket in enumerate(gathered):
         busy_s, squared_norm, unusable = values[_EACH * place : _EACH * (place + 1)]

@@ -1,9 +1,9 @@
-"""How the replicated state goes over into another era.
+"""How the replicated state changes when a new era begins.
 
-Question  Who is on the new roster, what does each of them keep, and what is dealt anew?
-Holds     Pure functions of state, roster and entries: who enters the era computes the same state as everybody else in
-          it. In a planned era who stays keeps everything. In an unplanned one what was in flight is lost, what was
-          accumulated stays with its owner, and the next round's number is void.
+Question  With another roster, which samples does each member keep, and which are dealt again?
+Holds     Pure functions of state, roster and entries: every member of the new era computes the same state. In a planned
+          era a member that stays keeps everything. In an unplanned one the contributions in flight are lost, the
+          accumulated micro-batches stay with their worker, and the next round's number is void.
 Source    ours; docs/design/0007-elastic.md, docs/design/0014-checkpoints.md.
 """
 
@@ -27,15 +27,15 @@ class Entry(msgspec.Struct, frozen=True):
     active: bool
     """it holds the state that the era begins with"""
     dropped: tuple[int, ...] = ()
-    """micro-batches handed in and not settled: lost with the failed sum"""
+    """micro-batches that were handed in and not settled: lost with the failed sum"""
     kept: tuple[int, ...] = ()
-    """micro-batches accumulated since"""
+    """micro-batches accumulated since then"""
     points: tuple[Point, ...] = ()
-    """where what is dropped was computed"""
+    """the weights at which the dropped ones were computed"""
 
 
 def switched(group: GroupState, era: int, roster: Sequence[WorkerId]) -> GroupState:
-    """A planned era: who stays keeps everything, who is new follows."""
+    """The state in a planned era: members that stay keep everything, new members are followers."""
     places = [group.roster.index(worker) if worker in group.roster else None for worker in roster]
     standings = tuple(Standing.FOLLOWING if place is None else group.standings[place] for place in places)
     before = group
@@ -46,21 +46,26 @@ def switched(group: GroupState, era: int, roster: Sequence[WorkerId]) -> GroupSt
         return group
     phase, unused = group.phase, [place for place in range(len(before.roster)) if place not in places]
     if before.overlap != group.overlap and group.policy.floating:
-        # By the user's bound: that of what pays changes from round to round, and more may be drawn than it is now.
+        # Only the user's bound is safe here. The bound by goodput changes from round to round, and a worker may already
+        # have drawn more than its present value.
         bound = group.policy.at_most
         held = ledger.unbounded(phase.ledger) if group.overlap else ledger.bounded(phase.ledger, bound)
         phase = replace(phase, ledger=held)
         group = replace(group, open=(*group.open[:-1], phase))
     if any(before.phase.ledger.hands[place].queue for place in unused) and not phase.seen:
-        # Somebody has gone without a word.
+        # A member has gone without giving its samples back.
         phase = replace(phase, ledger=allowance.made_up(group, phase, spares=True))
         return allowance.dealt(replace(group, open=(*group.open[:-1], phase)))
-    # With an overlap the contribution in progress has to be dealt before anybody is ready: it may have gone along.
+    # With an overlap the contribution in progress must be dealt before a follower is ready: by then it may have handed
+    # in an empty ticket for it.
     return allowance.dealt(group) if group.overlap and not before.overlap else group
 
 
 def regrouped(group: GroupState, era: int, roster: Sequence[WorkerId], entries: Sequence[Entry]) -> GroupState:
-    """An unplanned era: what was in flight is lost, what was accumulated stays; the next round's number is void."""
+    """The state in an unplanned era: contributions in flight are lost, accumulated micro-batches stay.
+
+    The next round's number is void.
+    """
     places = [group.roster.index(worker) if worker in group.roster else None for worker in roster]
     standings = tuple(
         group.standings[place]
@@ -83,29 +88,29 @@ def regrouped(group: GroupState, era: int, roster: Sequence[WorkerId], entries: 
         ]
         quotas = phase.kind is Kind.TRAIN and (not before.policy.floating or not group.overlaps(phase.kind))
         held = ledger.regrouped(phase.ledger, kept, quotas=quotas)
-        # What was in flight is lost: the contribution in progress was begun under the limits of now.
+        # Contributions in flight are lost, so the present limits hold for the contribution in progress.
         phases.append(replace(_seated(phase, places), ledger=held, resumed=True, limits=()))
     group = replace(group, open=tuple(phases))
     for depth in range(len(phases)):
         inner = replace(group, open=group.open[: depth + 1])
-        # Whether anybody is left who is in its loop body, and may open an ``evaluate`` there.
+        # Whether a remaining member is in its loop body, and may open an ``evaluate`` there.
         inside = zip(inner.phase.took_part, standings, strict=True)
         seen = inner.phase.seen and any(took and standing is not Standing.FOLLOWING for took, standing in inside)
         made_up = replace(inner.phase, ledger=allowance.made_up(inner, inner.phase, spares=not seen), seen=seen)
         inner = replace(inner, open=(*inner.open[:-1], made_up))
-        # Where an ``evaluate`` may be opened now nobody new may begin to work.
+        # If an ``evaluate`` may be opened now, no spare may begin to work.
         inner = allowance.dealt(inner, spares=not seen)
         group = replace(group, open=(*inner.open, *group.open[depth + 1 :]))
     return group
 
 
 def limits(group: GroupState) -> dict[str, int | None]:
-    """How far the script means to go, which it has told already when the state is another one."""
+    """The limits of the script, which must survive when the state is replaced by another one."""
     return {"samples_limit": group.samples_limit, "updates_limit": group.updates_limit}
 
 
 def restored(group: GroupState, worker: WorkerId, round_: int) -> GroupState:
-    """The state of a checkpoint, with ``worker`` alone to hold it: what was dealt is in the pool again."""
+    """The state of a checkpoint with ``worker`` as its only member: all dealt samples are in the pool again."""
     alone = regrouped(group, group.era, (worker,), (Entry(active=False),))
     return replace(alone, standings=(Standing.ACTIVE,), round=max(group.round, round_))
 
@@ -113,7 +118,7 @@ def restored(group: GroupState, worker: WorkerId, round_: int) -> GroupState:
 def _inhabited(
     phases: tuple[OpenPhase, ...], places: Sequence[int | None], standings: Sequence[Standing]
 ) -> tuple[OpenPhase, ...]:
-    """Without an ``evaluate`` in a loop body that nobody is in any more: the others are elsewhere in their scripts."""
+    """The phases without an ``evaluate`` in a loop body that no member is in any more."""
     holders = [p for p, s in zip(places, standings, strict=True) if p is not None and s is not Standing.FOLLOWING]
     depth = len(phases)
     while depth and (depth > 1 or phases[depth - 1].inner) and not any(phases[depth - 1].present[p] for p in holders):
@@ -134,7 +139,7 @@ def _with_roster(
         roster=tuple(roster),
         standings=standings,
         choice=delay.moved(group.choice),
-        # A name is used once: who is gone does not come back under it.
+        # Names are never reused, so the offences of workers that are gone can be dropped.
         offences=tuple((worker, count) for worker, count in group.offences if worker in roster),
         training=pace.seated(group.training, places),
         evaluating=pace.seated(group.evaluating, places),
@@ -142,7 +147,7 @@ def _with_roster(
 
 
 def _seated(phase: OpenPhase, places: Sequence[int | None]) -> OpenPhase:
-    """The phase with its members in the order of the new roster; newcomers have not made the call."""
+    """The phase with its members in the order of the new roster; newcomers are not in it yet."""
     held = phase.ledger
     gone = [member for member in range(len(held.hands)) if member not in places]
     for member in gone:

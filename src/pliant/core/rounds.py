@@ -1,8 +1,8 @@
 """What the group decides from the tickets of an exchange.
 
-Question  Given what every worker handed in, which update is made and who does what next?
+Question  Given the tickets of all workers, which update is made, and which samples does each worker get next?
 Holds     ``opened`` and ``settled`` are pure: every worker evaluates them on the same tickets and reaches the
-          same batch, factor, deals and end of phase without asking anyone.
+          same batch, factor, deals and end of phase without communicating.
 Source    ABS-SGD (Zhou et al. 2023) for the overlap; sharing and dealing are ours, docs/design/0002-rounds.md.
 """
 
@@ -38,7 +38,7 @@ class Settled(msgspec.Struct, frozen=True):
     factor: float
     loss: float | None
     applied: bool
-    """false: some worker's part was not finite, or there was none; samples are spent, weights stay"""
+    """false: some contribution was not finite, or the total weight was 0; samples are spent, weights do not change"""
     spans: tuple[tuple[Span, ...], ...]
     seen: bool
     """every worker's loop body is at this round now: the moment at which ``step`` may return True"""
@@ -46,33 +46,36 @@ class Settled(msgspec.Struct, frozen=True):
     cut: tuple[Span, ...] = ()
     result: float | None = None
     results: dict[str, float | None] | None = None
-    """where several means were measured; ``result`` is then one of them"""
+    """if several means were measured: all of them; ``result`` is then one of them"""
     plan: tuple[int, int] | None = None
     """(term, era) of the planned era that begins after this exchange"""
     verdict: delay.DelayVerdict | None = None
     """the delay was decided anew"""
     momentum: float = 0.0
-    """in force, by the first who speaks"""
+    """momentum in force: that of the first member with a vote"""
     measures: bool = False
-    """the norm of the mean gradient is to be taken, for a later ticket"""
+    """measure the norm of the mean gradient, for a later ticket"""
     measured: tuple[int, float] | None = None
-    """(round, squared norm of its mean gradient) that the tickets have brought"""
+    """(round, squared norm of its mean gradient) that these tickets carried"""
     weighs: bool = False
-    """a digest of the weights is to be taken, for a later ticket"""
+    """take a digest of the weights, for a later ticket"""
     drift: Drift | None = None
-    """whose weights differ from the others', as the tickets show"""
+    """the tickets show that the weights of some workers differ from the others'"""
     clip_norm: float | None = None
-    """in force with this round, where the scripts have set one since ``join``; 0: none"""
+    """the bound in force with this round, if the scripts have set one since ``join``; 0: no clipping"""
     finite: bool = True
-    """false: some worker's part was not finite"""
+    """false: some worker's loss or gradient was not finite"""
     layout: bytes = b""
     """the parameters whose gradients were summed"""
     touched: bytes = b""
-    """those of them that every contribution was computed for: the update touches no other"""
+    """the parameters that every contribution was computed for: the update changes no other"""
 
 
 def opened(group: GroupState, tickets: Sequence[Ticket]) -> GroupState | Mismatch:
-    """All workers entered the next phase: deal its first micro-batches."""
+    """The state after all workers have entered the next phase, with its first micro-batches dealt.
+
+    ``tickets`` are in the order of the roster. A ``Mismatch`` ends the run.
+    """
     mismatch = consistency.compared(group, tickets) or consistency.compared_openings(group, tickets)
     if mismatch:
         return mismatch
@@ -105,8 +108,9 @@ def opened(group: GroupState, tickets: Sequence[Ticket]) -> GroupState | Mismatc
         exchange=group.exchange + 1,
         phases=phase.number,
         open=(*group.open, phase),
-        # Who leaves says so again in the first round: the journal of an opening does not tell. And who holds the state
-        # only now is not in the loop whose end this call is made at: it begins with the next one.
+        # LEAVING is not read here: a leaver says so again in the first round, and the journal of an opening has no
+        # flags. A follower that becomes ready now is not inside the loop that an inner phase belongs to, so it begins
+        # with the next phase.
         standings=group.standings if phase.inner else standings.ready(group, tickets),
     )
     if limit == 0:
@@ -115,7 +119,10 @@ def opened(group: GroupState, tickets: Sequence[Ticket]) -> GroupState | Mismatc
 
 
 def settled(group: GroupState, tickets: Sequence[Ticket]) -> tuple[GroupState, Settled] | Mismatch:
-    """Spend the samples of the handed-in contributions, decide the update, deal what comes next."""
+    """Spend the samples of the contributions, decide the update, and deal the next micro-batches.
+
+    ``tickets`` are in the order of the roster. A ``Mismatch`` ends the run.
+    """
     mismatch = consistency.compared(group, tickets) or consistency.compared_clip_norms(group, tickets)
     if not mismatch and group.phase.kind is Kind.EVALUATE:
         mismatch = evaluation.compared(group.phase.sums, group.roster, tickets)
@@ -132,7 +139,7 @@ def settled(group: GroupState, tickets: Sequence[Ticket]) -> tuple[GroupState, S
     short = remaining.free == 0
     took_part = tuple([took or ticket.samples > 0 for took, ticket in zip(phase.took_part, tickets, strict=True)])
     phase = replace(phase, ledger=remaining, took_part=took_part)
-    # Most rounds are quiet.
+    # Most tickets carry no flag.
     flagged = [ticket for ticket in tickets if ticket.flags is not QUIET]
     broken = any(ticket.flags & Flag.BREAK for ticket in flagged)
     weight = math.fsum([ticket.weight for ticket in tickets])
@@ -151,7 +158,7 @@ def settled(group: GroupState, tickets: Sequence[Ticket]) -> tuple[GroupState, S
     plan = consistency.agreed_plan(group, tickets)
     differs = None
     if phase.kind is Kind.TRAIN and not ended and plan is None:
-        # Else the next round's tickets tell it again, or a later digest does.
+        # Otherwise the next round's tickets show it again, or a later digest does.
         differs = standings.drifted(group, phase, tickets)
     group, phase = standings.moved(replace(group, exchange=group.exchange + 1), phase, tickets, differs)
     result = phase.total / phase.count if ended and phase.kind is Kind.EVALUATE and phase.count else None
@@ -194,10 +201,11 @@ def settled(group: GroupState, tickets: Sequence[Ticket]) -> tuple[GroupState, S
 
 
 def _is_seen(group: GroupState, phase: OpenPhase, tickets: Sequence[Ticket], *, ended: bool) -> bool:
-    """Whether everybody who takes part is inside its own ``step`` at this round; whose share has grown is not.
+    """Whether every working member is inside its own ``step`` at this round; a worker whose share has grown is not.
 
-    With the last round of a phase a spare waits for the user's state as it is behind the loop. Who is inside the loop's
-    body then must go there, and not into an ``evaluate`` that the spare has a part in.
+    At the last round of a phase a spare already waits for the user's state as it is after the loop. The workers in the
+    loop body must then leave the loop. They must not open an ``evaluate`` in the body, because the spare would be dealt
+    samples of it.
     """
     if ended and standings.somebody_came_along(group, tickets):
         return False
@@ -205,29 +213,30 @@ def _is_seen(group: GroupState, phase: OpenPhase, tickets: Sequence[Ticket], *, 
 
 
 def _dealt_on(before: GroupState, group: GroupState, outcome: Settled) -> tuple[GroupState, Settled]:
-    """Deal what comes after a round that does not end its phase; who has its first samples then has not seen it."""
-    # Where the overlap ends, this is for the very next round: whoever merely goes along may have done so already.
+    """Deal after a round that does not end its phase; if a member gets its first samples now, the round is not seen."""
+    # When the overlap ends, these deals are for the very next round, and a member without a vote may have handed in its
+    # ticket for that round already: it gets nothing.
     overlap_ends = before.choice.turning and not group.choice.turning
     group = allowance.dealt(group, spares=not overlap_ends)
     if outcome.seen:
         phase = group.phase
         if any(hand.granted and not took for hand, took in zip(phase.ledger.hands, phase.took_part, strict=True)):
-            # Somebody who went along until now has just been dealt its first samples: it is in no loop body yet.
+            # A member without samples until now has just been dealt its first ones: it is not in a loop body yet.
             group = replace(group, open=(*group.open[:-1], replace(phase, seen=False)))
             outcome = replace(outcome, seen=False)
     return group, outcome
 
 
 def drained(group: GroupState) -> GroupState:
-    """The buffers were made equal by an exchange of their own."""
+    """The state after the exchange that made the buffers equal."""
     return replace(group, exchange=group.exchange + 1)
 
 
 def concluded(group: GroupState, tickets: Sequence[Ticket]) -> GroupState:
-    """Scripts have reached their end; the run is over when those of all active members have.
+    """The state after an exchange at the end of the script; the run is over when all active members are there.
 
-    Who merely went along is still in its last call, and may need the others for what comes after it: they have the
-    user's state as it was at the end of that call.
+    A member that took part without a vote is still in its last call. It may need the others afterwards: they hold the
+    user's state as of the end of that call.
     """
     pairs = zip(group.standings, tickets, strict=True)
     awaited = any(standing is Standing.ACTIVE and ticket.flags & Flag.FOLLOWING for standing, ticket in pairs)
@@ -237,7 +246,7 @@ def concluded(group: GroupState, tickets: Sequence[Ticket]) -> GroupState:
 def _closed(
     group: GroupState, phase: OpenPhase, result: float | None, results: dict[str, float | None] | None = None
 ) -> GroupState:
-    """The innermost phase is over."""
+    """The state after the innermost phase has ended."""
     finished = FinishedPhase(phase.kind, phase.epoch, result, phase.inner, results)
     outer = group.open[:-1]
     if not outer:
@@ -246,7 +255,7 @@ def _closed(
 
 
 def _all_work(group: GroupState, phase: OpenPhase, tickets: Sequence[Ticket]) -> bool:
-    """Whether everyone who takes part is inside its loop body now, and so will return from ``step``."""
+    """Whether every working member is inside its loop body now, and so will return from ``step``."""
     if any(ticket.flags is not QUIET and ticket.flags & Flag.READY for ticket in tickets):
         return False
     if phase.resumed:
@@ -261,22 +270,22 @@ def _all_work(group: GroupState, phase: OpenPhase, tickets: Sequence[Ticket]) ->
 
 
 def _due(hand: ledger.Hand) -> bool:
-    """Whether the contribution after the settled one has a micro-batch for certain."""
+    """Whether the contribution after the settled one certainly has a micro-batch."""
     return hand.quotas[0] > 0 if hand.quotas else hand.granted > 0
 
 
 def _reconsidered(
     group: GroupState, phase: OpenPhase, tickets: Sequence[Ticket], *, full: bool
 ) -> tuple[GroupState, OpenPhase, delay.DelayVerdict | None]:
-    """Decide whether the coming rounds overlap. Nobody has drawn anything of the first round of the other kind."""
+    """Decide whether the coming rounds overlap. No sample of the first round with the new delay has been drawn yet."""
     before = group.choice
     choice, verdict = delay.after(before, tickets, trial=group.policy.trial, full=full)
     group = replace(group, choice=choice)
     if choice.delay != before.delay and group.policy.floating:
-        # Without an overlap a round is of the reference batch; what was dealt for open ones is much more.
+        # Without an overlap a round has the reference batch; an open batch has been dealt much more.
         held = ledger.collected(phase.ledger) if choice.delay == 0 else ledger.unbounded(phase.ledger)
         phase = replace(phase, ledger=held)
-    # The next round is settled while a micro-batch is asked for, not in ``step``.
+    # The next round is settled while the worker draws a micro-batch, not in ``step``.
     return group, replace(phase, resumed=choice.delay != before.delay or choice.turning), verdict
 
 
@@ -325,14 +334,14 @@ def _trained(
 
 
 def _is_enough(group: GroupState) -> bool:
-    """Whether as many updates are made as the script has asked for."""
+    """Whether the script's limit of updates is reached."""
     return group.updates_limit is not None and group.updates >= group.updates_limit
 
 
 def _clip_norm(group: GroupState, tickets: Sequence[Ticket]) -> tuple[float | None, int]:
     """The bound on the gradient's norm in force from this round on, and for how many rounds scripts have differed.
 
-    A bound takes effect when all who have set one have set the same.
+    A bound takes effect when all workers that have set a bound have set the same one.
     """
     wanted = consistency.clip_norm_wanted(tickets)
     if len(wanted) > 1:
@@ -341,13 +350,13 @@ def _clip_norm(group: GroupState, tickets: Sequence[Ticket]) -> tuple[float | No
 
 
 def _momentum(group: GroupState, tickets: Sequence[Ticket]) -> float:
-    """The momentum in force: that of the first who speaks; who takes the state over may not have it yet."""
+    """The momentum in force: that of the first member with a vote. A follower may not have the right one yet."""
     said = [t.momentum for t in tickets if t.flags is QUIET or not t.flags & Flag.FOLLOWING]
     return said[0] if said and said[0] >= 0.0 else group.policy.momentum
 
 
 def _paying(group: GroupState, training: Pacing, noise_scale: float | None) -> int | None:
-    """Up to how many samples a round pays, by the paces and costs of those who work."""
+    """The largest round that still raises goodput, by the paces and costs of the working members."""
     if group.policy.at_most is not None or not group.overlap:
         return None
     working = allowance.at_work(group, group.phase)

@@ -12,17 +12,17 @@ import math
 from collections.abc import Sequence
 
 MOST_MICRO_BATCHES = 1_000_000
-"""Of one worker at once. No run comes near it; a forged journal may, and would fill the memory of its reader."""
+"""Bound on one deal to one worker. Real runs stay far below; a forged journal could otherwise exhaust memory."""
 
 
 def shares(batch: int, paces: Sequence[float], least: int = 1) -> tuple[int, ...]:
     """Divide ``batch`` samples in proportion to ``paces`` (samples per second), at least ``least`` each.
 
-    Where they do not suffice for that, the first workers get ``least`` or more and the others nothing: spares.
+    If ``batch`` is too small for that, the first workers get ``least`` or more, and the others, the spares, nothing.
     """
     working = max(1, min(len(paces), batch // least))
     rest = list(apportion(batch, paces[:working]))
-    # Whoever got less takes from the largest shares; one sample at a time, so that no share falls below.
+    # A worker below ``least`` takes single samples from the largest share, so that no share falls below ``least``.
     least = min(least, batch // working)
     for member in range(working):
         while rest[member] < least:
@@ -33,7 +33,7 @@ def shares(batch: int, paces: Sequence[float], least: int = 1) -> tuple[int, ...
 
 
 def apportion(total: int, quotas: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in proportion to ``quotas`` that add up to ``total``; each within one of its exact quota."""
+    """Whole numbers in proportion to ``quotas`` that add up to ``total``, each within one of its exact share."""
     # fsum is exactly rounded: the sum cannot depend on the order of the workers.
     weight = math.fsum(quotas)
     if weight <= 0:
@@ -49,9 +49,9 @@ def apportion(total: int, quotas: Sequence[float]) -> tuple[int, ...]:
 
 
 def entitlements(pool: int, held: Sequence[int], paces: Sequence[float]) -> tuple[int, ...]:
-    """Divide ``pool`` so that workers who already hold ``held`` samples all finish together, as far as possible.
+    """Divide ``pool`` so that workers that already hold ``held`` samples all finish together, as far as possible.
 
-    Whoever holds more than its part of everything gets nothing; the others share by pace.
+    A worker that already holds more than its share of all samples gets nothing; the others share by pace.
     """
     if pool == 0:
         return (0,) * len(paces)

@@ -1,8 +1,8 @@
-"""Who can do what after an exchange.
+"""Which members compute after an exchange.
 
-Question  Who has become ready, who leaves, whose weights differ, and what becomes of their hands?
-Holds     Who leaves or differs draws no more: its hand is in the pool again, and a fixed batch in progress is made up
-          to its size. Who does not hold the state is never taken for one who leaves with it.
+Question  Which members have become ready, which leave, whose weights differ, and what becomes of their samples?
+Holds     A member that leaves or whose weights differ draws no more: its samples return to the pool, and a fixed batch
+          in progress is filled up again. A member without the state never counts as one that leaves with it.
 Source    ours; docs/protocol.md ("Following", "Drift").
 """
 
@@ -24,14 +24,14 @@ _MOVING = Flag.LEAVING | Flag.READY
 def moved(
     group: GroupState, phase: OpenPhase, tickets: Sequence[Ticket], differs: Drift | None = None
 ) -> tuple[GroupState, OpenPhase]:
-    """Take in who has become ready or entered the phase late, give back the hands of those who leave.
+    """Let members compute that have become ready or entered the phase late; return the samples of leavers to the pool.
 
-    Who ``differs`` is a newcomer again: what it has computed is of no use.
+    Members named by ``differs`` become followers again: what they have computed cannot be used.
     """
     standings = group.standings
     if any(ticket.flags is not QUIET and ticket.flags & _MOVING for ticket in tickets):
         standings = tuple(
-            # Who does not hold the state has nothing to leave behind, and must not be taken for one who does.
+            # A follower that leaves stays FOLLOWING: LEAVING means a member that holds the state.
             Standing.LEAVING if ticket.flags & Flag.LEAVING and standing is not Standing.FOLLOWING else standing
             for standing, ticket in zip(ready(group, tickets), tickets, strict=True)
         )
@@ -50,7 +50,7 @@ def moved(
             held = ledger.give_back(held, member)
             present[member] = took_part[member] = False
     for member, ticket in enumerate(tickets):
-        # Whoever said so inside a nested phase still holds something of the outer one.
+        # A member that announced LEAVING inside a nested phase still holds samples of the outer one.
         if standings[member] is Standing.LEAVING:
             moved = moved or bool(held.hands[member].queue)
             held = ledger.give_back(held, member)
@@ -69,15 +69,15 @@ def moved(
         ahead=tuple(ahead),
         took_part=tuple(took_part),
     )
-    # With an overlap a spare may have gone along with the contribution in progress already.
+    # With an overlap a spare may have handed in an empty ticket for the contribution in progress already.
     return group, replace(phase, ledger=allowance.made_up(group, phase, spares=not group.overlap))
 
 
 def heard_in_body(group: GroupState, tickets: Sequence[Ticket]) -> list[Ticket]:
-    """The tickets of an opening: in the body of a loop nobody becomes ready who is not in that body.
+    """The tickets of an opening, without READY from members that are outside the loop body in which it happens.
 
-    Those who are may open another ``evaluate`` there, one after the other, and nobody else knows of it. Whoever merely
-    goes along says again that it is ready, and is heard in the next round of the loop.
+    Members in the body may open several ``evaluate`` calls there, which the others cannot know. A follower says READY
+    again, and it takes effect in the next round of the loop.
     """
     if not group.open:
         return list(tickets)
@@ -90,7 +90,7 @@ def heard_in_body(group: GroupState, tickets: Sequence[Ticket]) -> list[Ticket]:
 
 
 def ready(group: GroupState, tickets: Sequence[Ticket]) -> tuple[Standing, ...]:
-    """The standings with those active who hold the whole state now."""
+    """The standings, with the followers active that hold the whole state now."""
     return tuple(
         Standing.ACTIVE if ticket.flags & Flag.READY and standing is Standing.FOLLOWING else standing
         for standing, ticket in zip(group.standings, tickets, strict=True)
@@ -98,7 +98,7 @@ def ready(group: GroupState, tickets: Sequence[Ticket]) -> tuple[Standing, ...]:
 
 
 def _with_offences(group: GroupState, differs: Drift) -> GroupState:
-    """Whoever differs does not hold the state any more, and that is remembered."""
+    """The members whose weights differ become followers, and their offence is counted."""
     offences = dict(group.offences)
     standings = list(group.standings)
     for member in differs.named:
@@ -109,14 +109,14 @@ def _with_offences(group: GroupState, differs: Drift) -> GroupState:
 
 
 def drifted(group: GroupState, phase: OpenPhase, tickets: Sequence[Ticket]) -> Drift | None:
-    """Whose weights differ. Who merely goes along may have said already that it is ready: it is not asked."""
+    """Whose weights differ. Members that compute no samples are not compared, even if they have said READY."""
     if len(tickets) < 2 or all(ticket.weights_round == 0 for ticket in tickets):
         return None
     return drift.judged(group.roster, allowance.at_work(group, phase), tickets, dict(group.offences))
 
 
 def deserted(group: GroupState, phase: OpenPhase) -> bool:
-    """Whether an ``evaluate`` in a loop body goes on without anyone to compute it: who comes now is elsewhere."""
+    """Whether all members of an ``evaluate`` in a loop body have left: newcomers are elsewhere in the script."""
     body = phase.inner or len(group.open) > 1
     return body and Standing.LEAVING in group.standings and not allowance.at_work(group, phase)
 
@@ -124,7 +124,7 @@ def deserted(group: GroupState, phase: OpenPhase) -> bool:
 def fresh(
     known: frozenset[WorkerId], before: GroupState, after: GroupState, tickets: Sequence[Ticket]
 ) -> frozenset[WorkerId]:
-    """Members that compute from now on, or since ``known`` was told, and have added nothing yet."""
+    """Active members that have not contributed anything yet: those in ``known``, and those that become active now."""
     follow = {w for w, standing in zip(before.roster, before.standings, strict=True) if standing is Standing.FOLLOWING}
     active = {w for w, standing in zip(after.roster, after.standings, strict=True) if standing is Standing.ACTIVE}
     added = {w for w, ticket in zip(before.roster, tickets, strict=True) if ticket.micro_batches}
@@ -132,7 +132,7 @@ def fresh(
 
 
 def somebody_came_along(group: GroupState, tickets: Sequence[Ticket]) -> bool:
-    """Whether somebody may have come to the end of a phase without having computed since it joined."""
+    """Whether a member may have reached the end of a phase without having computed since it joined."""
     return any(
         standing is not Standing.LEAVING and not ticket.micro_batches
         for standing, ticket in zip(group.standings, tickets, strict=True)

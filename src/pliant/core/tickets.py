@@ -1,9 +1,9 @@
-"""The small record that travels beside each contribution.
+"""The small record that each worker hands in with its contribution.
 
 Question  What does every worker learn about every other one in a round?
-Holds     A ticket packs to the same number of bytes for a given model, bit for bit, so that all workers
-          gather equal records and decide alike. The bitmap behind it says which parameters got a gradient
-          (and which buffers changed).
+Holds     For a given model all tickets pack to the same number of bytes, and unpack without loss. So all workers
+          gather the same records and reach the same decisions. The bitmap after a ticket says which parameters got a
+          gradient (and which buffers changed).
 Source    DESIGN: "the tickets are the log of a replicated state machine".
 """
 
@@ -22,7 +22,7 @@ class Kind(enum.IntEnum):
     EVALUATE = 1
     END = 2
     DRAIN = 3
-    """making the buffers equal at the end of a phase"""
+    """it makes the buffers equal at the end of a phase"""
 
 
 class Flag(enum.IntFlag):
@@ -36,26 +36,26 @@ class Flag(enum.IntFlag):
     BREAK = 4
     """the user's loop was left early: the phase ends after this round"""
     LEAVING = 8
-    """this worker draws no more; its hand goes back to the pool"""
+    """this worker draws no more; its positions go back to the pool"""
     READY = 16
-    """a follower that holds the whole state now, and whose script is in the phase: it computes from here on"""
+    """a follower now holds the whole state and its script is in the phase: it computes from here on"""
     FOLLOWING = 32
-    """this worker has nothing to say: it goes along with whatever the others do"""
+    """this worker takes part without a vote: it does what the tickets of the others decide"""
     INNER = 64
     """an ``evaluate`` called in the body of a loop whose last round has just ended its phase"""
     GOING = 128
-    """the planned era that the ticket names is without this worker, though it may still compute"""
+    """the planned era that the ticket names is without this worker; until then it may still compute"""
 
 
 QUIET = Flag.NONE
-"""Most tickets announce nothing, and asking whether ``flags is QUIET`` takes a fraction of the time of masking one."""
+"""Most tickets announce nothing. ``flags is QUIET`` is several times as fast as masking a flag."""
 
 
 class Point(msgspec.Struct, frozen=True):
-    """Where in the weights a contribution was computed; ``pliant replay`` goes there again.
+    """At which weights a contribution was computed; ``pliant replay`` computes it there again.
 
-    Its first micro-batches were computed at one point. The rest, if any, at the plain weights of a later round: its
-    share grew when it was due, and was made up after the update.
+    The first micro-batches were computed at one point. If the worker's share grew when the contribution was due, the
+    remaining ones were computed after the update, at the plain weights of a later round.
     """
 
     early: int = 0
@@ -63,28 +63,29 @@ class Point(msgspec.Struct, frozen=True):
     early_round: int = 0
     """the last settled round when the first of them was drawn (void numbers count)"""
     late_round: int = 0
-    """the same for the last one of the rest; 0: there is no rest"""
+    """the last settled round when the last of the remaining micro-batches was drawn; 0: there are none"""
     ahead: bool = False
-    """the first point is the look-ahead from this worker's contribution before this one"""
+    """the first point is the look-ahead from this worker's previous contribution"""
     fresh: bool = False
-    """it was handed in after the update of the last settled round, not on the way to it"""
+    """it was handed in after the update of the last settled round, not before it"""
     handed_in: bool = False
 
     @property
     def packed(self) -> tuple[int, int, int, int]:
+        """The point as four numbers; the last one holds the three flags as bits."""
         bits = self.ahead | self.fresh << 1 | self.handed_in << 2
         return self.early, self.early_round, self.late_round, bits
 
 
 def point(early: int, early_round: int, late_round: int, bits: int) -> Point:
-    """The inverse of ``Point.packed``; raises ``ValueError`` on what that never gives."""
+    """The inverse of ``Point.packed``; raises ``ValueError`` on bits that it never returns."""
     if bits > 7:
         raise ValueError(f"{bits} does not say where a contribution was computed")
     return Point(early, early_round, late_round, bool(bits & 1), bool(bits & 2), bool(bits & 4))
 
 
 NOWHERE = Point()
-"""of a ticket that goes along"""
+"""The point in a ticket that carries no contribution."""
 
 
 Sums = tuple[tuple[str, float, float], ...]
@@ -92,7 +93,7 @@ Sums = tuple[tuple[str, float, float], ...]
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """One worker's part of one round. Times are seconds, ``pace`` follows from samples and ``busy_s``."""
+    """One worker's part of one round. Times are in seconds; the pace is ``samples`` / ``busy_s``."""
 
     era: int
     round: int
@@ -118,53 +119,55 @@ class Ticket(msgspec.Struct, frozen=True):
     sum_s: float = 0.0
     """how long the worker's last summation took from hand-in to completion"""
     cost_s: float = 0.0
-    """what settling, applying and looking ahead took in its last round"""
+    """how long settling, applying and looking ahead took in its last round"""
     loss_sum: float = 0.0
     """weight times loss, summed; in ``evaluate`` the sum"""
     squared_norm: float = 0.0
-    """of the contribution's mean gradient"""
+    """squared norm of the contribution's mean gradient"""
     scale: float = 1.0
+    """loss scale of mixed precision"""
     digest: int = 0
-    """of the replicated state this worker holds"""
+    """digest of the replicated state that this worker holds (``consistency.digest``)"""
     exchange: int = 0
     """exchanges this worker has settled"""
     plan_term: int = 0
     plan_era: int = 0
-    """the planned era (and its coordinator's term) that this worker is prepared for; 0: none"""
+    """the planned era (and its coordinator's term) that this worker is prepared for; 0: it is prepared for no era"""
     momentum: float = -1.0
-    """in force now, as a scheduler may move it; -1: as agreed"""
+    """momentum in force now (a scheduler may change it); -1: the one agreed at ``join``"""
     measured_round: int = 0
-    """the last round the norm of whose mean gradient this worker has taken; 0: none"""
+    """last round whose mean-gradient norm was measured here; 0: not measured yet"""
     measured_norm: float = 0.0
-    """that norm, squared, before clipping"""
+    """the square of that norm, before clipping"""
     weights_round: int = 0
-    """the last round after which this worker has taken a digest of a part of its weights; 0: none"""
+    """last round after which this worker took a digest of a part of its weights; 0: it has taken no digest yet"""
     weights: int = 0
     """that digest"""
     arithmetic: int = 0
-    """what it computes with, as a checksum: only workers with the same one must have the same bits"""
+    """checksum of the hardware and software it computes with: only workers with equal ones must have equal bits"""
     sketch: float = 0.0
-    """of that part of its weights, where somebody computes otherwise: a number that rounding hardly moves; 0: none"""
+    """sketch of that part of the weights, a number that rounding hardly changes; taken if some workers compute
+    differently; 0: not taken"""
     appendix: int = 0
-    """bytes that this worker has to say behind its ticket (``measures.Appendix``)"""
+    """bytes of the appendix after this ticket (``evaluation.Appendix``)"""
     clip_norm: float = -1.0
-    """the bound on the gradient's norm that the script has set; 0: none is wanted; -1: it has set nothing"""
+    """the bound on the gradient's norm that the script has set; 0: no clipping; -1: the script has set nothing"""
     point: Point = NOWHERE
     trained: bytes = b""
     """the parameters that its contribution was computed for (``core.trained_set``)"""
     wanted: bytes = b""
-    """those that its script trains now"""
+    """the parameters that its script trains now"""
     sums: Sums = ()
-    """as its appendix says, where that has been read; not packed"""
+    """taken from its appendix, once that has been read; not packed"""
     gathers: bool = False
-    """likewise: whether it gathers outputs"""
+    """taken from its appendix: whether it gathers outputs; not packed"""
 
 
 _FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqdqQQdqdqqqBII")
 
 
 def packed_size(bits: int, sets: int = 0) -> int:
-    """Bytes of a ticket whose bitmap has ``bits`` bits, with sets of so many bytes together."""
+    """Bytes of a ticket whose bitmap has ``bits`` bits and whose parameter sets have ``sets`` bytes together."""
     return _FIELDS.size + (bits + 7) // 8 + sets
 
 
@@ -212,7 +215,7 @@ def pack(ticket: Ticket, bitmap: int, bits: int) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[Ticket, int]:
-    """The inverse of ``pack``; raises ``ValueError`` on what no worker packs."""
+    """The inverse of ``pack``; raises ``ValueError`` on bytes that ``pack`` never returns."""
     if len(data) < _FIELDS.size:
         raise ValueError(f"{len(data)} bytes are no ticket")
     era, number, phase, kind, flags, *rest, first, second = _FIELDS.unpack_from(data)

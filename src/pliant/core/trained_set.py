@@ -1,11 +1,10 @@
 """Which parameters are trained, as a decision of the group.
 
 Question  When a script freezes or unfreezes a layer, from which round on does that count, and for which gradients?
-Holds     A set is a bitmap over all parameters that exist at ``join``, equal bit for bit on all workers. A round is
-          summed in a layout that all workers know before they add anything to it: with an overlap the set agreed on
-          before it; without one the set that all scripts train by now, if that is the same. An update touches only what
-          every contribution was computed for. Workers that disagree for longer than scripts can be apart are refused,
-          by name.
+Holds     A set is a bitmap over all parameters that exist at ``join``, equal bit for bit on all workers. All workers
+          know the layout of a round before they add to its sum: with an overlap it is the set agreed on before; without
+          one it is the set that all scripts train now, if they agree. An update changes only parameters that every
+          contribution was computed for. Workers that disagree longer than scripts can be apart are reported by name.
 Source    ours; docs/design/0018-trained-set.md.
 """
 
@@ -22,20 +21,20 @@ from pliant.core.group_state import GroupState
 from pliant.core.tickets import QUIET, Flag, Ticket
 
 PATIENCE = 2
-"""Rounds after the first one that differs in which the others may still follow."""
+"""Rounds after the first disagreement in which the other workers may still make the same change."""
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What a round is summed in, and what its update touches."""
+    """The parameters in the layout of a round's sum, and those that its update changes."""
 
     layout: bytes
     touched: bytes
 
 
 def layout(group: GroupState, tickets: Sequence[Ticket]) -> bytes:
-    """What the gradients of this round are laid out for; ``group`` is the state before it.
+    """The parameters in the layout of this round's gradients; ``group`` is the state before it.
 
-    Who trains what was agreed on hands in at once, without knowing the others' tickets: one such is enough.
+    A worker that trains the agreed set hands in without waiting for the other tickets: if one does, that set is used.
     """
     if group.overlap:
         return group.trained
@@ -44,7 +43,7 @@ def layout(group: GroupState, tickets: Sequence[Ticket]) -> bytes:
 
 
 def decide(group: GroupState, tickets: Sequence[Ticket]) -> tuple[GroupState, Decision] | Mismatch:
-    """The sets after a round of training, and which parameters its update touches."""
+    """The state after a training round, with its layout and the parameters that its update changes."""
     laid_out = layout(group, tickets)
     touched = laid_out
     for ticket in tickets:
@@ -55,7 +54,7 @@ def decide(group: GroupState, tickets: Sequence[Ticket]) -> tuple[GroupState, De
 
 
 def opened(group: GroupState, tickets: Sequence[Ticket]) -> GroupState | Mismatch:
-    """The same where a loop over batches begins: nothing is in flight, so what all carry counts at once."""
+    """The same at the start of a loop over batches: no round is in flight, so a common set takes effect immediately."""
     speaking = [member for member, ticket in enumerate(tickets) if _speaks(ticket)]
     if not group.trained and len({tickets[member].wanted for member in speaking}) > 1:
         return _refusal(group, tickets, speaking)
@@ -63,7 +62,7 @@ def opened(group: GroupState, tickets: Sequence[Ticket]) -> GroupState | Mismatc
 
 
 def voters(group: GroupState, tickets: Sequence[Ticket]) -> list[int]:
-    """Members whose scripts have run all code of this loop so far: who begins to compute follows what they train."""
+    """Members whose scripts have run all code of this loop so far. Members that begin to compute adopt their set."""
     speaking = [member for member, ticket in enumerate(tickets) if _speaks(ticket)]
     settled = [member for member in speaking if group.phase.took_part[member]]
     return settled or speaking
@@ -86,7 +85,7 @@ def _speaks(ticket: Ticket) -> bool:
 
 
 def _refusal(group: GroupState, tickets: Sequence[Ticket], voters: Sequence[int]) -> Mismatch:
-    """Who trains what others do not, with the parameters by their numbers."""
+    """A mismatch that names two workers with different sets and the indices of the parameters."""
     first, theirs = voters[0], tickets[voters[0]].wanted
     other = next(member for member in voters if tickets[member].wanted != theirs)
     only = set(members(theirs)) ^ set(members(tickets[other].wanted))

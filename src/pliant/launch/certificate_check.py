@@ -1,7 +1,7 @@
-"""A coordinator's certificate, before anything is started with it.
+"""Checks a coordinator's certificate before anything is started with it.
 
-Question  Do certificate, key, authority and host fit together, as every worker will check it?
-Holds     What is wrong with them costs one line, before a directory is made or a process started.
+Question  Do certificate, key, authority and host fit together, as every worker will check?
+Holds     A mistake is reported in one line, before a directory is created or a process started.
 Source    ours; docs/design/0011-trust.md.
 """
 

@@ -1,9 +1,9 @@
 """Certificates for one job.
 
-Question  How does somebody without an authority of their own get the files for ``--tls-cert``, ``--tls-key`` and
+Question  How does a user without a certificate authority get the files for ``--tls-cert``, ``--tls-key`` and
           ``--tls-ca``?
-Holds     The authority signs one certificate and its key is thrown away: nobody can make another one that the job's
-          workers would trust. Nothing is overwritten; the key can be read by its owner only.
+Holds     A new authority signs one certificate, and its key is discarded: no other certificate can be made that the
+          job's workers would trust. No file is overwritten; only its owner can read the key.
 Source    X.509 (RFC 5280) by the ``cryptography`` package; docs/design/0011-trust.md.
 """
 

@@ -1,11 +1,11 @@
-"""The first program of every worker's process: ties its life to the launcher's, then becomes the script.
+"""The first program of every worker's process: it binds the process to the launcher's life, then executes the script.
 
-Question  How does no worker outlive a launcher that was killed without a chance to clean up?
-Holds     Once this has run, the kernel kills the worker when the launcher's thread that started it ends. It
-          imports nothing of Pliant and runs before any thread exists. Arguments: launcher's pid, then the
-          command to become; nothing secret is among them.
-Source    prctl(2), PR_SET_PDEATHSIG: kept over exec, cleared in forked children. Without it (other systems than
-          Linux) only orderly ends are covered.
+Question  How are workers ended if their launcher was killed without a chance to clean up?
+Holds     Once this has run, the kernel kills the worker when the launcher's thread that started it ends. This module
+          imports nothing of Pliant and runs before any thread exists. Arguments: the launcher's pid, then the command
+          to execute; they contain no secrets.
+Source    prctl(2), PR_SET_PDEATHSIG: kept over exec, cleared in forked children. On systems other than Linux, workers
+          end only with a launcher that can clean up.
 """
 
 from __future__ import annotations

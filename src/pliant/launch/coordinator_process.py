@@ -1,9 +1,9 @@
 """The coordinator as a process of its own.
 
-Question  How does a coordinator get its listening socket, its token and its charter?
-Holds     The socket is inherited, so nobody can take the port between two coordinators. The token is read from the run
-          directory, never from a command line; so are the paths of certificate and key. What this process writes, its
-          owner alone can read. Torch is not imported.
+Question  How does a coordinator get its listening socket, its token and the run's specification?
+Holds     The socket is inherited, so no other program can take the port between two coordinators. The token and the
+          paths of certificate and key are read from the run directory, never from a command line. Files that this
+          process writes can be read by their owner only. Torch is not imported.
 Source    ours; docs/design/0007-elastic.md.
 """
 

@@ -1,7 +1,7 @@
-"""The coordinator's process, as its launcher sees it.
+"""The launcher's supervision of the coordinator's process.
 
-Question  How does a run get over the death of its coordinator?
-Holds     The launcher keeps the listening socket: whoever connects while there is no coordinator waits for the next
+Question  How does a run survive the death of its coordinator?
+Holds     The launcher keeps the listening socket: connections made while there is no coordinator wait for the next
           one. A coordinator that dies again and again is given up, with a reason.
 Source    ours; docs/design/0007-elastic.md. The limit is that of systemd's StartLimitBurst: 5 in 10 s.
 """

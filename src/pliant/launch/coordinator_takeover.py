@@ -1,8 +1,8 @@
 """A coordinator started by hand.
 
-Question  How does a run go on whose launcher, and with it the coordinator, was lost while workers of others live?
-Holds     It listens where the lost one did, so that workers find it by themselves. It is refused while one is alive:
-          by the port, and by the lock in the run directory.
+Question  How does a run go on if its launcher was lost with the coordinator, while workers of other launchers live?
+Holds     The new coordinator listens at the address of the lost one, so that workers find it by themselves. It is
+          refused while another one is alive: by the port, and by the lock in the run directory.
 Source    ours; docs/design/0007-elastic.md.
 """
 

@@ -1,7 +1,7 @@
-"""What a launcher is to run, where it shows it, and what came of it.
+"""A launcher's settings, screen and outcome.
 
-Question  What does a person say about a run, and what do they get to see?
-Holds     Settings are checked once, before anything is made or started; a mistake costs one line.
+Question  What can a user set for a run, and what is the user shown?
+Holds     Settings are checked once, before anything is created or started; a mistake is reported in one line.
 Source    ours; DESIGN, the user's interface.
 """
 
@@ -29,7 +29,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What to run. ``paces`` and ``sizes`` are one per worker, or one for all, or none."""
+    """What to run. ``paces`` and ``sizes`` have one value per worker, one for all, or are empty."""
 
     script: str
     args: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class JobOutcome:
 
 
 class Screen(Protocol):
-    """Where a run shows itself."""
+    """Where a run's output and progress are shown."""
 
     def started(self, directory: Path, address: str) -> None: ...
     def output(self, worker: str, text: str, stream: Stream) -> None: ...
@@ -77,7 +77,7 @@ class Screen(Protocol):
 
 
 class Silent:
-    """Shows nothing; the logs and the outcome have it all."""
+    """Shows nothing; the logs and the outcome have everything."""
 
     def started(self, directory: Path, address: str) -> None: ...
     def output(self, worker: str, text: str, stream: Stream) -> None: ...

@@ -1,8 +1,8 @@
-"""Runs on this machine: one of its own, or workers for somebody else's.
+"""Starts a run on this machine, or adds workers of this machine to another run.
 
-Question  How does one command start a job or join one, follow it, end it and clean up after it?
-Holds     When ``run_job`` or ``join_job`` returns, however it does, no process it started is left. The exit status is
-          the script's own. The token is in the workers' environment and in a file only its owner can read.
+Question  How does one command start or join a job, follow it, end it and clean up after it?
+Holds     When ``run`` or ``join`` returns, however it ends, no process it started is left. The exit status is the
+          script's own. The token is in the workers' environment and in a file that only its owner can read.
 Source    ours; DESIGN, the user's interface.
 """
 

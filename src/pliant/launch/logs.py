@@ -1,8 +1,8 @@
-"""What processes say, on disk.
+"""The output of processes on disk.
 
-Question  Where does the output of a process go, and what becomes of it where somebody removes the file?
-Holds     A disk that takes nothing costs output, never the run. A log that was removed while its process runs is made
-          again, with what was in it.
+Question  Where is the output of a process written, and what happens if the file is removed?
+Holds     If the disk is full, output is lost, but the run goes on. A log that is removed while its process runs is
+          restored with its content.
 Source    ours; docs/design/0020-coordinator-at-scale.md.
 """
 
@@ -29,7 +29,7 @@ def opened(log: Path) -> IO[bytes]:
 
 
 class Log:
-    """Of one process."""
+    """The log of one process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

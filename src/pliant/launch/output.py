@@ -1,10 +1,10 @@
-"""What of the workers' output is shown, and in which form.
+"""Which of the workers' output is shown, and in which form.
 
-Question  How do several processes print to one terminal so that a person can read it?
+Question  How do several processes print to one terminal so that a user can read it?
 Holds     Only whole lines are shown. A progress bar that redraws its line is shown at most once a second. A
-          traceback that all workers raise is shown once. What gloo says in C++ of a peer that has gone is not shown:
-          the coordinator says it in words, and the log has it. Nothing else is left out. Of each worker the last
-          exception is known in one line.
+          traceback that all workers raise is shown once. gloo's C++ messages about a lost peer are not shown: the
+          coordinator reports the loss, and the log has them. Everything else is shown. The last exception of each
+          worker is kept in one line.
 Source    ours.
 """
 

@@ -1,8 +1,8 @@
-"""Notices that this machine is about to be taken away.
+"""Preemption notices: this machine is about to be taken away.
 
-Question  How does a launcher learn that its machine goes, without knowing whose machine it is?
-Holds     The user's command is run again and again, in a session of its own; exit status 0 is the notice. One that does
-          not end in time is killed with its children and counts as "not yet".
+Question  How does a launcher learn that its machine will be taken away, without code for any cloud?
+Holds     The user's command is run again and again, in a session of its own; exit status 0 is the notice. A command
+          that does not end in time is killed with its children and counts as "not yet".
 Source    ours; docs/guide/notices.md has the commands for AWS, GCP and Slurm.
 """
 

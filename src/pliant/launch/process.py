@@ -1,9 +1,9 @@
 """Processes of a launcher on this machine.
 
-Question  How is a process started, listened to, signalled and cleaned up after?
-Holds     A process leads its own process group; when it ends, whatever is left of the group is killed before its pid
-          is released, so no signal can reach a stranger. Killed with the launcher, whatever ends that. All output of
-          a worker is in its log, byte for byte, as far as the disk has room for it.
+Question  How is a process started, read, signalled and cleaned up after?
+Holds     A process leads its own process group. When it ends, the rest of the group is killed before the pid is
+          released, so no signal can reach an unrelated process. It is killed with the launcher, however that ends. All
+          output of a worker is in its log, byte for byte, as far as the disk has room for it.
 Source    waitid(2) with WNOWAIT; DESIGN: our own processes are subprocesses, never forks.
 """
 
@@ -30,7 +30,7 @@ _CHUNK = 1 << 16
 
 
 class OwnedProcess:
-    """A running process. ``ended`` gets its wait status, in the event loop, once."""
+    """A running process. ``ended`` is called once, in the event loop, with its wait status."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class OwnedProcess:
 
 
 class WorkerProcess:
-    """A worker's process. ``show`` gets its lines, ``ended`` its wait status, both in the event loop."""
+    """A worker's process. ``show`` is called with its lines, ``ended`` with its wait status, both in the event loop."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Questions and wishes of people, put to a run's coordinator.
+"""HTTP requests of a user to a run's coordinator.
 
-Question  How does a command on the terminal reach a run that somebody else started?
-Holds     An answer that is not the one hoped for is a ``PliantError`` with one line: what is wrong, what to do. The
-          token is never sent, and an answer counts only if who gave it knows the token too.
+Question  How does a command on the terminal reach a run that another command started?
+Holds     A failed request is a ``PliantError`` with one line: what is wrong, what to do. The token is never sent, and
+          an answer is accepted only from a server that knows the token, too.
 Source    ours; docs/protocol.md, docs/design/0011-trust.md.
 """
 

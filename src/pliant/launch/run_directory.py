@@ -1,8 +1,8 @@
 """The directory of a run.
 
-Question  Where do a run's journal, address, token and logs lie, and how are they found again?
-Holds     A name is taken only once, and a directory with a journal is never used for another run. A directory that a
-          run makes can be entered by its owner only; in one that was there before, token, journal, logs and weights
+Question  Where are a run's journal, address, token and logs, and how are they found again?
+Holds     A name is used only once, and a directory with a journal is never used for another run. A directory that a
+          run creates can be entered by its owner only; in one that existed before, token, journal, logs and weights
           can be read by their owner only. A certificate's key is never copied.
 Source    ours; DESIGN, the user's interface.
 """
@@ -39,7 +39,7 @@ PRIVATE = 0o700
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Where a run's coordinator listens, and what it asks for; under TLS if it has an ``authority``."""
+    """The address and token of a run's coordinator; it uses TLS if there is an ``authority``."""
 
     address: str
     token: str
@@ -48,7 +48,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """How a run's coordinator shows who it is; all that one that takes its place has to know."""
+    """The TLS settings of a run's coordinator, as far as a replacement has to know them."""
 
     certificate: str = ""
     key: str = ""

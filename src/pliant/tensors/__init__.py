@@ -1,1 +1,2 @@
-"""tensors: gradients, groups, corrections and statistics. The first layer that may import torch; decides nothing."""
+"""tensors: How are gradients, weights and state stored, summed and sent? The first layer that may import torch; it
+decides nothing."""

@@ -1,10 +1,10 @@
-"""A copy of many tensors as of one moment, made beside the computation.
+"""A copy of many tensors as of one moment, made while the computation goes on.
 
-Question  How is a large state copied without a pause of the thread that trains?
-Holds     The copy is made in small pieces, by a thread in the background and by ``finish``. A thread that is about to
-          change what is copied calls ``finish`` first: it makes the pieces that are left itself, so it never waits for
-          more than one piece. A tensor that was changed in between makes the copy unusable, and that is noticed. The
-          memory for it can be had before: the first use of a page may take longer than ten copies of it.
+Question  How is a large state copied without stopping the thread that trains?
+Holds     The copy is made in small pieces, by a background thread and by ``finish``. A thread that is about to change
+          the source calls ``finish`` first: it makes the remaining pieces itself, so it never waits for more than one
+          piece. If a tensor is changed before that, the copy is unusable, and ``changed`` says so. Memory can be
+          prepared in advance, because the first use of a page may take longer than ten copies of it.
 Source    docs/design/0014-checkpoints.md.
 """
 
@@ -24,14 +24,14 @@ from torch import Tensor
 from pliant.tensors import allocation
 
 _PIECE_BYTES = 8 << 20
-"""copied in about 2 ms: what a thread that calls ``finish`` may have to wait for"""
+"""Copied in about 2 ms: the longest that ``finish`` has to wait for another thread."""
 _PAGE_BYTES = 4096
-# Where torch's own tensors begin: at a cache line.
+# Alignment of torch's own tensors: a cache line.
 _ALIGN = 64
 
 
 class CopyMemory:
-    """Memory for the copy of a state, in use before the copy begins."""
+    """Memory for the copy of a state, whose pages are touched before the copy begins."""
 
     def __init__(self, *states: Any) -> None:
         self._size = sum(_size_of(state) for state in states)
@@ -39,7 +39,7 @@ class CopyMemory:
         self._taken = 0
 
     def make(self) -> None:
-        """Get the memory, and touch every page of it; in the background."""
+        """Allocate the memory, and touch every page of it. Call this in a background thread."""
         touched: Any = np.empty(self._size + _ALIGN, dtype=np.uint8)
         for start in range(0, touched.size, _PIECE_BYTES):
             touched[start : start + _PIECE_BYTES : _PAGE_BYTES] = 0
@@ -48,7 +48,7 @@ class CopyMemory:
         self._memory = found[start : start + self._size]
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor; elsewhere, if there is no room for it."""
+        """An uninitialised tensor, in this memory if there is room for it."""
         size = math.prod(shape) * dtype.itemsize
         start, stop = self._taken, self._taken + size
         if self._memory is None or size == 0 or stop > self._size:
@@ -72,7 +72,7 @@ class BackgroundCopy:
     # -- what is copied
 
     def of(self, value: Any) -> Any:
-        """Where the copy of ``value`` will be: nested dicts, lists and tuples of tensors and plain values."""
+        """The copy of ``value``, still to be filled: nested dicts, lists and tuples of tensors and plain values."""
         if isinstance(value, dict):
             return {key: self.of(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -111,12 +111,12 @@ class BackgroundCopy:
     # -- making it
 
     def finish(self) -> None:
-        """Make all pieces that are left, and wait for the one that another thread is making."""
+        """Make all remaining pieces, and wait for one that another thread is making."""
         while (piece := self._next()) is not None:
             try:
                 piece()
             except Exception as error:
-                # Out of memory: said by the thread that writes the copy, and training goes on.
+                # Out of memory, say: the thread that writes the copy reports it (``check``), and training goes on.
                 self._error = error
             with self._condition:
                 self._under_way -= 1
@@ -134,7 +134,7 @@ class BackgroundCopy:
             return self._pieces.popleft()
 
     def check(self) -> None:
-        """Raise where a piece could not be made."""
+        """Raise if a piece could not be made."""
         if self._error is not None:
             raise self._error
 
@@ -144,7 +144,7 @@ def _version(source: Any) -> int:
 
 
 def _size_of(value: Any) -> int:
-    """What a copy takes of a ``CopyMemory``."""
+    """Bytes that a copy of ``value`` takes in a ``CopyMemory``."""
     if isinstance(value, dict):
         return sum(map(_size_of, value.values()))
     if isinstance(value, list | tuple):
@@ -162,7 +162,7 @@ def _cut(tensor: Tensor) -> list[Any]:
 
 
 def _device_copy(copy: Any, source: Any) -> Callable[[], object]:
-    """On the stream on which the source was made, whichever thread copies."""
+    """A copy that runs on the CUDA stream of the caller, whichever thread makes it."""
     on_cuda = isinstance(source, Tensor) and source.device.type == "cuda"
     stream = torch.cuda.current_stream(source.device) if on_cuda else None
 

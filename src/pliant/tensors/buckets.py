@@ -1,10 +1,11 @@
-"""Gradients in parts, in the order in which a backward pass completes them.
+"""Gradients in buckets, in the order in which a backward pass completes them.
 
-Question  Which of the gradients can already be summed while the backward pass goes on?
-Holds     Every parameter is in exactly one part, every part is one stretch of memory. The parts depend on the
-          parameters alone, so all workers have the same. They are told of in their order, each as soon as all of it and
-          of those before it is there. A model that adds to a gradient twice in one pass (a weight shared by segments
-          that are computed again) is not told of early: its parts are not complete when they seem to be.
+Question  Which gradients can already be summed while the backward pass goes on?
+Holds     Every parameter is in exactly one bucket, and every bucket is contiguous in memory. Buckets depend on the
+          parameters alone, so they are the same on all workers. They are reported in order: each one as soon as it and
+          all buckets before it are complete. If a pass adds to a gradient twice (a weight shared by checkpointed
+          segments), a bucket may be reported too early; that is noticed (``twice``, ``late``), and the model's later
+          contributions are summed as a whole.
 Source    torch's DistributedDataParallel sums buckets in the same way.
 """
 
@@ -20,15 +21,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 _AT_MOST = 4
-"""So many of equal size: what remains when the pass is over is the last one, and each costs a collective. Sixteen were
-tried: rounds over a slow link took 153 ms in place of 158, those over loopback 147 in place of 142."""
+"""Number of buckets, of about equal size. Only the last one is summed after the pass, but each one costs a collective.
+With sixteen, rounds over a slow link took 153 ms instead of 158, and over loopback 147 ms instead of 142."""
 _LEAST_BYTES = 32 * 1024
-"""A smaller one costs as much as this one."""
+"""A smaller bucket takes as long as one of this size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some parameters that lie side by side in the flat buffer of their dtype: elements ``start`` to ``stop``."""
+    """Parameters that are adjacent in the flat buffer of their dtype: elements ``start`` to ``stop``."""
 
     dtype: torch.dtype
     start: int
@@ -37,9 +38,9 @@ class Bucket:
 
 
 def cut(parameters: Sequence[Parameter], places: Mapping[int, tuple[int, int]]) -> list[Bucket]:
-    """The parts; ``places``: where each parameter that is laid out begins and ends in the flat buffer of its dtype."""
+    """The buckets; ``places``: where each parameter of the layout begins and ends in the flat buffer of its dtype."""
     if any(parameters[index].device.type != "cpu" for index in places):
-        # There the norm of a part would hold up the pass. Unmeasured, so as it was: summed after the pass.
+        # On a GPU the norm of a bucket would make the pass wait. Not measured, so gradients are summed after the pass.
         return []
     total = sum(parameters[index].numel() * parameters[index].element_size() for index in places)
     enough = max(_LEAST_BYTES, total / _AT_MOST)
@@ -61,21 +62,22 @@ def cut(parameters: Sequence[Parameter], places: Mapping[int, tuple[int, int]]) 
 
 @dataclass(slots=True)
 class BackwardPass:
-    """What one backward pass has completed so far."""
+    """The buckets that one backward pass has completed so far."""
 
     ready: Callable[[int], None]
     waiting: list[int]
-    """parameters that each part still lacks"""
+    """number of parameters that each bucket still lacks"""
     part_of: dict[int, int]
     told: int = 0
+    """buckets reported so far"""
     twice: bool = False
-    """a parameter got a gradient again"""
+    """a parameter got a gradient a second time"""
     late: bool = False
-    """and this one's part had been told of"""
+    """... after its bucket had been reported"""
     seen: set[int] = field(default_factory=set)
 
     def got(self, index: int, _: Tensor) -> None:
-        """A parameter's gradient was added to."""
+        """Hook: the gradient of parameter ``index`` was added to."""
         place = self.part_of[index]
         if index in self.seen:
             self.twice = True
@@ -92,7 +94,7 @@ class BackwardPass:
 def watched(
     parameters: Sequence[Parameter], parts: Sequence[Bucket], ready: Callable[[int], None]
 ) -> Iterator[BackwardPass]:
-    """Tell ``ready`` of each part that the backward pass in here completes."""
+    """Call ``ready`` with the index of each bucket that the backward pass inside the ``with`` completes."""
     part_of = {index: place for place, part in enumerate(parts) for index in part.members}
     backward = BackwardPass(ready, [len(part.members) for part in parts], part_of)
     hooks = [

@@ -1,11 +1,11 @@
-"""Buffers of the model (running statistics and the like) as one state of the whole group.
+"""The model's buffers (running statistics and others) as one state of the whole group.
 
 Question  What is a BatchNorm's running mean when four workers saw different samples?
 Holds     Running statistics are merged like samples of one mixture, by weight: the merged mean is Σ w·m / Σ w, the
           merged variance Σ w·(v + m²) / Σ w − mean², which contains the spread of the workers' means. Other float
-          buffers are averaged by weight, whole-number ones are the leader's. A merge that arrives late corrects
-          the buffer by what the worker has forwarded since: the merged value decays by (1 − momentum) per
-          forward pass, as the handed-in one did. Equal on all workers at every drain.
+          buffers are averaged by weight; integer ones are the leader's. If the worker has run forward passes since it
+          handed in, the merged value is decayed by (1 − momentum) for each of them, as the handed-in one was. Buffers
+          are equal on all workers after every drain.
 Source    ours; docs/design/0004-numerics.md.
 """
 
@@ -23,7 +23,7 @@ from pliant.tensors import allocation
 
 @dataclass(frozen=True, slots=True)
 class _Statistics:
-    """A BatchNorm's buffers by their place in the list of buffers."""
+    """The indices of a BatchNorm's buffers in the list of buffers."""
 
     mean: int
     variance: int
@@ -34,7 +34,7 @@ class _Statistics:
 class ModelBuffers:
     """The buffers of ``model`` that change during training. Bit i of a bitmap stands for buffer i.
 
-    A buffer joins the merge once some worker has changed it (``grow``): constant ones never travel.
+    A buffer is merged once some worker has changed it (``grow``); constant buffers are never sent.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,7 +62,7 @@ class ModelBuffers:
         return len(self._tensors)
 
     def identities(self) -> set[int]:
-        """Which of the model's buffers these are, by ``id``."""
+        """The ``id`` of each of these buffers."""
         return {id(tensor) for tensor in self._tensors}
 
     def changed(self) -> int:
@@ -71,18 +71,18 @@ class ModelBuffers:
         return sum(1 << index for index, (tensor, version) in enumerate(pairs) if tensor._version != version)
 
     def held(self) -> list[Tensor]:
-        """A copy of what the buffers hold now."""
+        """A copy of the present values."""
         return [tensor.detach().clone() for tensor in self._tensors]
 
     @torch.no_grad()
     def show(self, values: Sequence[Tensor]) -> None:
-        """Let the buffers hold these values; that is no change of this worker's."""
+        """Set the buffers to these values, without counting that as a change by this worker."""
         for tensor, value in zip(self._tensors, values, strict=True):
             tensor.copy_(value)
         self._versions = [tensor._version for tensor in self._tensors]
 
     def merged(self) -> list[Tensor]:
-        """The group's last merged values; where there is none, what the buffer holds now."""
+        """The group's last merged values; for a buffer without one, its present value."""
         return [self._merged.get(index, tensor).detach().clone() for index, tensor in enumerate(self._tensors)]
 
     def training_bits(self) -> int:
@@ -94,16 +94,16 @@ class ModelBuffers:
         return bits
 
     def grow(self, changed: int) -> bool:
-        """Take the buffers of the bitmap (of the whole group) into the merge; whether any is new."""
+        """Merge the buffers of this bitmap (of the whole group) from now on. True if any of them is new."""
         new = changed & ~self.live
         self.live |= changed
         return bool(new)
 
     @torch.no_grad()
     def begin(self, changing: int, *, kept: bool) -> None:
-        """A loop begins: take what it will change into the merge.
+        """A loop begins: merge the buffers in ``changing`` from now on.
 
-        ``kept``: until the first merge the group's values are those that all hold now.
+        ``kept``: until the first merge, the present values, which are equal everywhere, count as the group's.
         """
         new = changing & ~self.live
         self.live |= changing
@@ -112,7 +112,7 @@ class ModelBuffers:
                 self._merged[index] = self._tensors[index].detach().clone()
 
     def begin_anew(self, live: int) -> None:
-        """The group's merge has just these: what this worker saw grow may have been of an exchange that is void."""
+        """Merge exactly the buffers in ``live``: buffers that this worker added may be of an exchange that is void."""
         self.live = live
 
     def _places(self) -> list[int]:
@@ -120,7 +120,7 @@ class ModelBuffers:
 
     @torch.no_grad()
     def hand_in(self, weight: float, *, leader: bool) -> Tensor | None:
-        """This worker's part of the merge as one float64 vector to be summed; None if nothing is live."""
+        """This worker's part of the merge as one float64 vector to be summed; None if no buffer is merged."""
         self._handed_in = [tensor.detach().clone() for tensor in self._tensors] if self.live else []
         if not self.live:
             return None
@@ -131,7 +131,7 @@ class ModelBuffers:
         for index in self._places():
             part = parts[index].reshape(-1)
             if self._tensors[index].is_floating_point():
-                # Nothing forwarded, nothing known: 0 · inf would poison the sum.
+                # Without samples the worker adds zeros: 0 · inf would make the sum NaN.
                 flat.append(part * weight if weight > 0 else torch.zeros_like(part))
             else:
                 flat.append(part if leader else torch.zeros_like(part))
@@ -139,7 +139,7 @@ class ModelBuffers:
 
     @torch.no_grad()
     def merge(self, summed: Tensor | None, weight: float) -> None:
-        """Bring the group's merged values in, corrected by what was forwarded since ``hand_in``."""
+        """Set the buffers to the group's merged values, corrected for the forward passes since ``hand_in``."""
         if summed is None or weight <= 0:
             return
         merged = self._split(summed, weight)
@@ -169,13 +169,13 @@ class ModelBuffers:
         return values
 
     def _decays(self) -> dict[int, float]:
-        """How much of a value handed in is left in the running statistics now."""
+        """By buffer: the fraction of the handed-in value that is left in the running statistics now."""
         decays: dict[int, float] = {}
         for statistics in self._statistics:
             before = int(self._handed_in[statistics.batches])
             now = int(self._tensors[statistics.batches])
             if statistics.momentum is None:
-                # A cumulative average after n batches keeps before/now of what it was.
+                # A cumulative average keeps the fraction before/now of its old value.
                 left = before / now if now else 1.0
             else:
                 left = (1.0 - statistics.momentum) ** (now - before)
@@ -183,7 +183,7 @@ class ModelBuffers:
         return decays
 
     def value(self, index: int) -> Tensor:
-        """What the buffer holds now, to be sent; while the group's values are shown (``exchange``), those."""
+        """The buffer's present value, to be sent (the group's value while ``exchange`` has swapped them in)."""
         return allocation.copied(self._tensors[index]) if self.is_live(index) else allocation.lent(self._tensors[index])
 
     def nbytes(self, index: int) -> int:
@@ -194,35 +194,35 @@ class ModelBuffers:
 
     @torch.no_grad()
     def adopt(self, values: Mapping[int, Tensor], *, merged: bool) -> None:
-        """Take the group's values over; ``merged``: those that are live came with a merge meanwhile."""
+        """Set the buffers to the group's values; ``merged``: skip those that a merge has updated meanwhile."""
         for index, value in values.items():
             if merged and self.is_live(index):
                 continue
             self._tensors[index].copy_(value)
             if self._handed_in:
-                # So that the next merge finds the buffer as it was handed in, and replaces it.
+                # So that the next merge sees an unchanged buffer, and replaces its value.
                 self._handed_in[index] = self._tensors[index].detach().clone()
             if self.is_live(index):
                 self._merged[index] = self._tensors[index].detach().clone()
         self._versions = [tensor._version for tensor in self._tensors]
 
     def go_alone(self, *, kept: bool) -> None:
-        """There is nobody to merge with: this worker's own values are the group's.
+        """There is no other worker: this worker's own values are the group's.
 
-        ``kept``: as they are handed in now, and not as they are at any moment. A newcomer may ask for them in the
-        middle of the next round, and what that round has changed so far is not the group's yet.
+        ``kept``: keep a copy of the present values as the group's. A newcomer may ask for them in the middle of the
+        next round, and what that round has changed so far does not count yet.
         """
         self._merged = {index: self._tensors[index].detach().clone() for index in self._places()} if kept else {}
 
     @torch.no_grad()
     def drain(self) -> None:
-        """Set every buffer to the group's last merged value: what was forwarded and cut off is forgotten."""
+        """Set every buffer to the group's last merged value, which drops the effect of contributions that were cut."""
         for index, value in self._merged.items():
             self._tensors[index].copy_(value)
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Swap this worker's own values and the group's last merged ones in place; twice is nothing."""
+        """Swap this worker's values and the group's last merged ones in place; a second call undoes the first."""
         for index, value in self._merged.items():
             held = self._tensors[index].detach().clone()
             self._tensors[index].copy_(value)

@@ -1,11 +1,11 @@
-"""A run's state on disk, or wherever fsspec reaches.
+"""Checkpoints: a run's state on disk, or in any storage that fsspec supports.
 
 Question  How is the state of a group written so that any number of workers can go on from it?
-Holds     Nothing in it depends on how many workers there were. Tensors are a safetensors file that anybody can read;
-          the manifest names its size and checksum, has one itself, and is written last: without it there is no
-          checkpoint. Whatever is wrong with what is read is a ``CheckpointError`` that says what, and nothing of it
-          has been used by then. No pickle.
-Source    ours; docs/design/0014-checkpoints.md. The form of safetensors files: its documentation.
+Holds     A checkpoint does not depend on the number of workers. Its tensors are an ordinary safetensors file. The
+          manifest has that file's size and checksum, and a checksum of its own; it is written last, so without it there
+          is no checkpoint. A damaged or foreign checkpoint raises ``CheckpointError``, which says what is wrong, before
+          any of it is used. No pickle.
+Source    ours; docs/design/0014-checkpoints.md. The format of safetensors files: its documentation.
 
     DIR/<job>/<name>/state.safetensors   t0, t1, … in the order of the skeleton
     DIR/<job>/<name>/manifest.json       one JSON object, the last field its CRC-32
@@ -34,7 +34,7 @@ VERSION = 1
 MANIFEST, TENSORS, FINISHED = "manifest.json", "state.safetensors", "finished"
 
 MANIFEST_BYTES = 256 << 20
-"""A manifest holds the nesting of the state and the group's ledger; a larger one is none."""
+"""A manifest holds the nesting of the state and the group's ledger; anything larger than this is rejected."""
 
 _CHUNK_BYTES = 1 << 20
 _CHECKSUM = b',"crc":"%08x"}\n'
@@ -54,25 +54,25 @@ _DTYPES = {
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a checkpoint is of. ``group`` is the replicated state, as its owner has encoded it."""
+    """The description of a checkpoint. ``group`` is the replicated state, encoded by the caller."""
 
     job: str
     name: str
     library: str
     records: int
-    """journal records of the workers that lead to it"""
+    """number of journal records by workers up to this checkpoint"""
     round: int
     samples: int
     group: str
     skeleton: str = ""
     tensor_bytes: int = 0
-    """of the whole tensor file"""
+    """size of the whole tensor file"""
     tensor_crc: int = 0
     version: int = VERSION
 
 
 class CheckpointStore:
-    """The checkpoints of one job under an address: a directory, or anything else that fsspec knows."""
+    """The checkpoints of one job under an address: a directory, or any other URL that fsspec supports."""
 
     def __init__(self, address: str, job: str) -> None:
         self.address = address
@@ -84,11 +84,11 @@ class CheckpointStore:
         self._root = f"{root.rstrip('/')}/{job}"
 
     def path(self, name: str) -> str:
-        """Where a checkpoint is, for people."""
+        """The path of a checkpoint, for messages."""
         return f"{self.address.rstrip('/')}/{self.job}/{name}"
 
     def names(self) -> list[str]:
-        """Those with a manifest, whatever is in it, oldest first."""
+        """The names of all checkpoints that have a manifest (even a damaged one), oldest first."""
         try:
             self._system.invalidate_cache()
             entries = self._system.ls(self._root, detail=False)
@@ -97,16 +97,16 @@ class CheckpointStore:
         except FileNotFoundError:
             return []
         except Exception as error:
-            # Every file system of fsspec has errors of its own.
+            # Every fsspec file system has exception types of its own.
             raise CheckpointError(f"cannot look for checkpoints in {self.address}: {error}") from error
 
     @property
     def finished(self) -> bool:
-        """Whether a run without a journal came to its end here."""
+        """Whether a run without a journal is marked as finished here."""
         return bool(self._system.exists(f"{self._root}/{FINISHED}"))
 
     def mark(self, *, finished: bool) -> None:
-        """Note that it has, or that the next one begins."""
+        """Mark the run as finished, or remove the mark because the next run begins."""
         path = f"{self._root}/{FINISHED}"
         try:
             if finished:
@@ -118,7 +118,7 @@ class CheckpointStore:
             raise CheckpointError(f"cannot write to {self.address}: {_said(error)}") from error
 
     def write(self, manifest: Manifest, state: Any) -> Manifest:
-        """Write the state; the manifest as it was written."""
+        """Write the state, and return the manifest as it was written."""
         skeleton, tensors = flattened(state)
         directory = f"{self._root}/{manifest.name}"
         try:
@@ -137,7 +137,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _opened(self, path: str) -> Iterator[BinaryIO]:
-        """A file that is on disk when it is closed, where there is a disk."""
+        """A file for writing that is synced to disk before it is closed, if it is on a disk."""
         with self._system.open(path, "wb") as file:
             yield file
             file.flush()
@@ -145,7 +145,7 @@ class CheckpointStore:
                 os.fsync(file.fileno())
 
     def manifest(self, name: str) -> Manifest:
-        """What the checkpoint says of itself."""
+        """The checkpoint's manifest."""
         where = self.path(name)
         try:
             with self._system.open(f"{self._root}/{name}/{MANIFEST}", "rb") as file:
@@ -157,7 +157,7 @@ class CheckpointStore:
         return manifest_of(text, where)
 
     def read(self, name: str) -> tuple[Manifest, Any]:
-        """A whole checkpoint, checked."""
+        """The manifest and state of a checkpoint; all checksums are verified."""
         manifest = self.manifest(name)
         where = self.path(name)
         try:
@@ -169,17 +169,17 @@ class CheckpointStore:
             raise CheckpointError(f"cannot read the checkpoint at {where}: {_said(error)}") from error
 
     def remove(self, name: str) -> None:
-        """Forget a checkpoint; the manifest goes first."""
+        """Remove a checkpoint, its manifest first."""
         for file in (MANIFEST, TENSORS):
             with contextlib.suppress(FileNotFoundError):
                 self._system.rm(f"{self._root}/{name}/{file}")
-        # Where directories are only parts of names there is nothing to remove.
+        # In object stores directories are only parts of names: there is nothing to remove.
         with contextlib.suppress(Exception):
             self._system.rmdir(f"{self._root}/{name}")
 
 
 def manifest_of(text: bytes, where: str) -> Manifest:
-    """The manifest in ``text``; raises where it is damaged, foreign, or of a newer version."""
+    """The manifest in ``text``; raises ``CheckpointError`` if it is damaged, foreign, or of another version."""
     tail = len(_CHECKSUM % 0)
     payload = text[:-tail] + b"}"
     if len(text) > MANIFEST_BYTES or text[-tail:] != _CHECKSUM % zlib.crc32(payload):
@@ -196,12 +196,12 @@ def manifest_of(text: bytes, where: str) -> Manifest:
 
 
 def state_of(manifest: Manifest, file: BinaryIO, where: str) -> Any:
-    """The state whose tensors are in ``file``; raises unless every byte is as it was written."""
+    """The state whose tensors are in ``file``; raises ``CheckpointError`` unless every byte is as it was written."""
     skeleton = manifest.skeleton.encode()
     try:
         listed = described(skeleton)
         header = _header(listed)
-        # Before any memory is taken for them.
+        # Checked before memory is allocated for the tensors.
         if manifest.tensor_bytes != len(header) + size_of(listed) or file.read(len(header)) != header:
             raise CheckpointError(f"the checkpoint at {where} is not what its manifest describes")
         crc = zlib.crc32(header)
@@ -234,7 +234,7 @@ def _header(tensors: Sequence[Described]) -> bytes:
         entries[f"t{index}"] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [start, stop]}
         start = stop
     text = msgspec.json.encode(entries)
-    # Data begins at a multiple of eight, as safetensors wants it.
+    # Data begins at a multiple of eight, as the safetensors format requires.
     text += b" " * (-len(text) % 8)
     return _LENGTH.pack(len(text)) + text
 

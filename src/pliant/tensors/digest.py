@@ -1,9 +1,9 @@
-"""A digest of the weights, a part at a time.
+"""A digest of the weights, one part at a time.
 
 Question  How do two workers find out that their weights differ, without sending them?
-Holds     Exact: the bits of the tensors are added as whole numbers, column by column, modulo 2⁶⁴, so that any order of
-          adding gives the same sums, on a GPU too, and any single changed word changes one of them. The checksum of
-          those sums is the digest. Only a few kilobytes leave the device.
+Holds     The bits of the tensors are added as integers, column by column, modulo 2⁶⁴. So any order of adding gives the
+          same sums, on a GPU too, and a change of any single word changes one of them. The checksum of those sums is
+          the digest. Only a few kilobytes leave the device.
 Source    ours; docs/design/0013-drift.md.
 """
 
@@ -18,9 +18,9 @@ from torch import Tensor
 
 _COLUMNS = 512
 _LEAST_BYTES = 1 << 20
-"""A part is not smaller: the digest of that takes about as long as calling it."""
+"""Least size of a part: computing its digest takes about as long as the calls themselves."""
 _SMALL_BYTES = 1 << 18
-"""Up to so much the checksum of the bytes themselves is taken: the sums cost more to call than they save."""
+"""Below this size the bytes themselves are checksummed: calling the sums would take longer than they save."""
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -28,7 +28,7 @@ class WeightsDigest:
     """Digests of ``tensors``, which change in place."""
 
     def __init__(self, tensors: Sequence[Tensor], *, parts: int, reduces: bool) -> None:
-        """``parts``: into how many parts they are divided at most; ``reduces``: see ``_arithmetic``."""
+        """``parts``: number of parts, at most; ``reduces``: see ``_arithmetic``."""
         self._tensors = tensors = list(tensors)
         total = sum(tensor.nbytes for tensor in tensors)
         self.parts = max(1, min(parts, total // _LEAST_BYTES))
@@ -37,10 +37,10 @@ class WeightsDigest:
             for part in _divided(tensors, self.parts)
         ]
         self.arithmetic = _arithmetic(tensors, reduces=reduces)
-        """a checksum of what this worker computes with"""
+        """checksum of the torch version and devices that this worker computes with"""
 
     def note_reduction(self) -> None:
-        """From now on a norm decides about the weights, too: see ``_arithmetic``."""
+        """From now on updates depend on a norm, too: see ``_arithmetic``."""
         self.arithmetic = _arithmetic(self._tensors, reduces=True)
 
     def whole(self) -> tuple[int, ...]:
@@ -49,7 +49,7 @@ class WeightsDigest:
 
     @torch.no_grad()
     def of(self, turn: int | None) -> int:
-        """The digest of one part, as the tensors are now; the parts follow each other with every turn; None: of all."""
+        """The digest of one part of the present tensors: part ``turn`` modulo the number of parts; None: of all."""
         digest = 0
         away: list[Tensor] = []
         parts = self._pieces if turn is None else [self._pieces[turn % self.parts]]
@@ -61,15 +61,15 @@ class WeightsDigest:
                 digest = zlib.crc32(_sums(numbers).numpy().data, digest)
             else:
                 away.append(_sums(numbers))
-        # One copy, and one wait, for all of it.
+        # One copy to the host, and one wait, for all sums.
         return zlib.crc32(torch.cat(away).cpu().numpy().data, digest) if away else digest
 
     @torch.no_grad()
     def sketch(self, turn: int | None) -> float:
-        """One number of the same part that hardly depends on rounding, and differs where the weights do.
+        """A number for the same part that hardly depends on rounding, but changes with the weights.
 
-        The sum of all elements with alternating signs, in units of their norm: weights that differ by a part of their
-        norm differ here by about as much, whatever their size.
+        It is the sum of all elements with alternating signs, divided by their norm. If weights differ by a fraction of
+        their norm, it differs by about that fraction, for any size.
         """
         leans = squares = 0.0
         parts = self._pieces if turn is None else [self._pieces[turn % self.parts]]
@@ -81,7 +81,7 @@ class WeightsDigest:
 
 
 class _Piece:
-    """Some elements of a tensor, as whole numbers or (few, in main memory) as bytes."""
+    """Some elements of a tensor, as integers or (if few and in main memory) as bytes."""
 
     def __init__(self, tensor: Tensor, start: int, stop: int) -> None:
         self._tensor, self._start, self._stop = tensor, start, stop
@@ -93,7 +93,7 @@ class _Piece:
         return _flat(self._tensor)[self._start : self._stop]
 
     def numbers(self) -> Tensor | memoryview:
-        """Its memory as it is now. Views are made once: that takes longer than reading a small tensor."""
+        """Its present memory. The view is kept: making one takes longer than reading a small tensor."""
         if self._view is not None and self._at == self._tensor.data_ptr():
             return self._view
         flat = _flat(self._tensor)
@@ -101,13 +101,13 @@ class _Piece:
         if view.device.type == "cpu" and view.nbytes < _SMALL_BYTES:
             view = view.numpy().data
         if flat.data_ptr() == self._tensor.data_ptr():
-            # Else it is a copy: the memory has another order.
+            # Otherwise ``flat`` is a copy, because the tensor is not contiguous.
             self._at, self._view = flat.data_ptr(), view
         return view
 
 
 def _divided(tensors: Sequence[Tensor], parts: int) -> list[list[tuple[int, int, int]]]:
-    """For each part (tensor, first element, last element + 1): about equal bytes, all elements, in order."""
+    """For each part its pieces (tensor, first element, last element + 1): about equal bytes, all elements, in order."""
     divided: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
     share = -(-sum(tensor.nbytes for tensor in tensors) // parts)
     room, part = share, 0
@@ -118,7 +118,7 @@ def _divided(tensors: Sequence[Tensor], parts: int) -> list[list[tuple[int, int,
                 room, part = share, part + 1
             taken = elements - start
             if part < parts - 1:
-                # Even, so that a piece of 32-bit numbers can be read as 64-bit ones.
+                # A multiple of eight, so that smaller numbers can be read as 64-bit ones.
                 taken = min(taken, max(8, room // tensor.element_size() // 8 * 8))
             divided[part].append((index, start, start + taken))
             start += taken
@@ -134,17 +134,17 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _whole(piece: Tensor) -> Tensor:
-    """The bits as whole numbers."""
+    """The bits as integers."""
     size = piece.element_size()
     numbers = piece.view(_WHOLE[size])
     if size < 8 and (piece.storage_offset() * size) % 8 == 0 and piece.numel() * size % 8 == 0:
-        # The same bits in fewer, wider numbers: ten times as fast as widening each.
+        # The same bits as fewer, wider numbers: ten times as fast as widening each number.
         numbers = numbers.view(torch.int64)
     return numbers
 
 
 def _sums(numbers: Tensor) -> Tensor:
-    """The numbers in rows of ``_COLUMNS``, each column added up; the rest of a row as it is."""
+    """The sum of each column, for the numbers in rows of ``_COLUMNS``; then the numbers of an incomplete row."""
     rows = numbers.numel() // _COLUMNS
     whole = rows * _COLUMNS
     rest = numbers[whole:].to(torch.int64)
@@ -154,10 +154,9 @@ def _sums(numbers: Tensor) -> Tensor:
 
 
 def _arithmetic(tensors: Sequence[Tensor], *, reduces: bool) -> int:
-    """What the bits of an update depend on besides the numbers.
+    """Checksum of what the bits of an update depend on besides its inputs.
 
-    ``reduces``: the update takes a norm of its own (clipping), and the order in which that is added up depends on the
-    number of threads.
+    ``reduces``: the update computes a norm (clipping), and the order of its additions depends on the number of threads.
     """
     devices = {tensor.device for tensor in tensors}
     named = [

@@ -1,9 +1,9 @@
-"""Bytes between a donor and a newcomer: who is who, messages, checksummed chunks.
+"""Bytes between a donor and a newcomer: authentication, messages, checksummed chunks.
 
 Question  How do two processes that share a token exchange messages and large memory over a plain connection?
 Holds     Both prove that they know the token, which is never sent, before either sends anything else. Every length is
-          checked before memory is taken for it. Whatever is wrong with what the peer sent is ``StreamBroken``, with a
-          text that reads on from "the donor at …". Nothing is secret: use it in a network you trust.
+          checked before memory is allocated for it. Invalid data from the peer raises ``StreamBroken``, with a text
+          that continues "the donor at …". Nothing is encrypted: use it in a network that you trust.
 Source    ours; docs/design/0007-elastic.md. Challenge and response by HMAC (RFC 2104), CRC-32 as in zlib.
 
     donor: greeting, nonce   newcomer: nonce, HMAC(token, "newcomer", both)   donor: HMAC(token, "donor", both)
@@ -32,7 +32,7 @@ CHUNK_BYTES = 1 << 20
 """Small enough to be checked in a millisecond, large enough for the header not to count."""
 
 FRAME_BYTES = 4 << 20
-"""Of one message: the names of some 50,000 tensors."""
+"""Largest message: room for the names of about 50,000 tensors."""
 
 _GREETING = b"pliant handoff 1\n"
 _CHUNK = struct.Struct("!II")
@@ -43,10 +43,11 @@ class StreamBroken(Exception):
     """The stream cannot be trusted or has ended; says why."""
 
 
-# -- proving who one is
+# -- authentication
 
 
 def welcome(reader: BinaryIO, writer: BinaryIO, token: str) -> None:
+    """The donor's side of the authentication; raises ``StreamBroken`` if the newcomer does not know the token."""
     mine = secrets.token_bytes(NONCE_BYTES)
     writer.write(_GREETING + mine)
     writer.flush()
@@ -58,6 +59,7 @@ def welcome(reader: BinaryIO, writer: BinaryIO, token: str) -> None:
 
 
 def introduce(reader: BinaryIO, writer: BinaryIO, token: str) -> None:
+    """The newcomer's side of the authentication; raises ``StreamBroken`` if the donor does not know the token."""
     if _read(reader, len(_GREETING)) != _GREETING:
         raise StreamBroken("is no donor of this version of Pliant")
     theirs = _read(reader, NONCE_BYTES)
@@ -76,6 +78,7 @@ def introduce(reader: BinaryIO, writer: BinaryIO, token: str) -> None:
 
 
 def decoded(frame: bytes, kind: Any) -> Any:
+    """The msgpack message in ``frame``, as a value of type ``kind``."""
     try:
         return _decoder(kind).decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -88,6 +91,7 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def read_frame(reader: BinaryIO) -> bytes:
+    """One message with its length in front, of at most ``FRAME_BYTES``."""
     (length,) = _LENGTH.unpack(_read(reader, _LENGTH.size))
     if length > FRAME_BYTES:
         raise StreamBroken(f"announces a message of {length} bytes, more than {FRAME_BYTES}")
@@ -95,6 +99,7 @@ def read_frame(reader: BinaryIO) -> bytes:
 
 
 def write_frame(writer: BinaryIO, payload: bytes) -> None:
+    """Write one message with its length in front."""
     if len(payload) > FRAME_BYTES:
         raise StreamBroken(
             f"cannot be sent a message of {len(payload)} bytes, more than {FRAME_BYTES}: ask for less at once"
@@ -108,13 +113,14 @@ def _slices(memory: memoryview) -> Iterator[memoryview]:
 
 
 def write_chunks(writer: BinaryIO, memory: memoryview) -> None:
+    """Write ``memory`` in chunks, each with its length and checksum."""
     for chunk in _slices(memory):
         writer.write(_CHUNK.pack(len(chunk), zlib.crc32(chunk)))
         writer.write(chunk)
 
 
 def read_chunks(reader: BinaryIO, memory: memoryview) -> None:
-    """Fill ``memory`` with the chunks that its sender cut it into."""
+    """Fill ``memory`` with chunks as ``write_chunks`` sends them."""
     for chunk in _slices(memory):
         length, checksum = _CHUNK.unpack(_read(reader, _CHUNK.size))
         if length != len(chunk):
@@ -147,7 +153,7 @@ def shut_down(connection: socket.socket) -> None:
 
 
 def hung_up(connection: socket.socket) -> bool:
-    """Whether the peer has gone, or speaks out of turn."""
+    """Whether the peer has closed the connection, or has sent something unexpected."""
     look = select.poll()  # select() refuses descriptors above 1023
     try:
         look.register(connection, select.POLLIN)

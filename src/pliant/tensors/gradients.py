@@ -1,11 +1,11 @@
-"""Where gradients accumulate, and how they are handed in without a copy.
+"""Flat gradient buffers: where gradients accumulate, and how they are handed in without a copy.
 
-Question  How does a contribution become one flat buffer, while the next one already accumulates?
-Holds     In a group every ``p.grad`` is a view into one of two flat buffers (per dtype), swapped at each hand-in;
-          autograd adds into the view in place. A parameter's own version counter tells whether it got a gradient,
-          and whether somebody else touched it. Fresh memory is slow to touch: both buffers are made in the background
-          while a worker finds its group. Alone there is nothing to hand in: autograd keeps its own tensors, and costs
-          what it costs in plain PyTorch.
+Question  How does a contribution become one flat buffer while the next one already accumulates?
+Holds     In a group every ``p.grad`` is a view into one of two flat buffers (per dtype), which are swapped at each
+          hand-in; autograd adds into the view in place. The version counter of a view tells whether the parameter got a
+          gradient, and whether the script changed it. The first touch of memory is slow, so both buffers are made in
+          the background while a worker joins its group. A worker alone hands nothing in: autograd keeps its own
+          tensors, as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ _OWN_BACKWARD = (
 
 
 class FlatGradients:
-    """One contribution's gradients: flat tensors, one per dtype, and a view for every parameter that is laid out."""
+    """One contribution's gradients: flat tensors, one per dtype, and a view for every parameter in the layout."""
 
     def __init__(self, parameters: Sequence[Parameter], members: bytes | None = None) -> None:
-        """``members``: the set of parameters that are laid out (``core.trained_set``); None: all of them."""
+        """``members``: the parameters in the layout, as a bitmap (``core.trained_set``); None: all of them."""
         self.members = bitmap(range(len(parameters)), len(parameters)) if members is None else members
         sizes, places = _placed(parameters, self.members)
         device = parameters[0].device
         by_dtype = {dtype: allocation.fresh((size,), dtype, device).zero_() for dtype, size in sizes.items()}
         self.flats = list(by_dtype.values())
         self.views: list[Tensor | None] = [None] * len(parameters)
-        """by parameter; None: it is not laid out"""
+        """by parameter; None: it is not in the layout"""
         for index, (start, _) in places.items():
             self.views[index] = _view(by_dtype[parameters[index].dtype], start, parameters[index])
         self.versions = self.seen()
         self.loose: dict[int, Tensor | None] = {}
-        """gradients of parameters that are trained and not laid out (unfrozen a moment ago), by parameter"""
+        """gradients of parameters that are trained but not in the layout yet (just unfrozen), by parameter"""
         self.trained: bytes | None = None
-        """the parameters that every pass of this contribution was for; None: there was no pass yet"""
+        """the parameters that were trained in every pass of this contribution; None: there was no pass yet"""
         self.cut = buckets.cut(parameters, places)
         self.parts = [by_dtype[part.dtype][part.start : part.stop] for part in self.cut]
-        """the same memory, in the order in which a backward pass completes it"""
+        """the same memory as buckets, in the order in which a backward pass completes them"""
 
     def seen(self) -> list[int]:
-        """The version of every view; -1 where there is none."""
+        """The version of every view; -1 for a parameter without a view."""
         return [-1 if view is None else view._version for view in self.views]
 
     def present(self) -> int:
@@ -71,13 +71,13 @@ class FlatGradients:
         return got | sum(1 << index for index, gradient in self.loose.items() if gradient is not None)
 
     def clear(self) -> None:
-        """Nothing is in it."""
+        """Empty the buffer."""
         for flat in self.flats:
             flat.zero_()
         self.loose, self.trained = {}, None
 
     def leave_out(self, indices: Sequence[int]) -> None:
-        """These have no part in the update."""
+        """Set the gradients of these parameters to zero: the update is without them."""
         for index in indices:
             view = self.views[index]
             if view is not None:
@@ -85,7 +85,7 @@ class FlatGradients:
 
     @torch.no_grad()
     def laid_out_for(self, parameters: Sequence[Parameter], members: bytes) -> FlatGradients:
-        """The same gradients in another layout; what that has no room for is dropped."""
+        """The same gradients in another layout; gradients of parameters outside the layout are dropped."""
         if members == self.members:
             self.loose = {}
             return self
@@ -93,13 +93,13 @@ class FlatGradients:
         other.trained = self.trained
         for index, view in enumerate(other.views):
             own = self.views[index] if self.views[index] is not None else self.loose.get(index)
-            # The copy also moves the version counter, which tells that there is a gradient.
+            # The copy also increments the version counter, which marks the parameter as having a gradient.
             if view is not None and own is not None and present >> index & 1:
                 view.copy_(own)
         return other
 
     def squared_norm(self) -> float:
-        """Of everything in the buffer, in float64 across dtypes; non-finite if any element is."""
+        """The squared norm of all gradients, in float64 across dtypes; not finite if any element is not."""
         return sum(float(torch.linalg.vector_norm(flat)) ** 2 for flat in self.flats)
 
     def scale(self, factor: float) -> None:
@@ -109,7 +109,7 @@ class FlatGradients:
                 flat.mul_(factor)
 
     def scaled_norm(self, part: int, factor: float) -> float:
-        """Multiply one part in place; its squared norm then."""
+        """Multiply one bucket in place and return its squared norm afterwards."""
         if factor != 1.0:
             self.parts[part].mul_(factor)
         return float(torch.linalg.vector_norm(self.parts[part])) ** 2
@@ -118,7 +118,7 @@ class FlatGradients:
 def _placed(
     parameters: Sequence[Parameter], members: bytes
 ) -> tuple[dict[torch.dtype, int], dict[int, tuple[int, int]]]:
-    """How long the flat buffers of a layout are, and where each parameter lies in that of its dtype."""
+    """The sizes of a layout's flat buffers, and where each parameter lies in the buffer of its dtype."""
     sizes: dict[torch.dtype, int] = {}
     places: dict[int, tuple[int, int]] = {}
     for index in members_of(members):
@@ -134,13 +134,13 @@ def _view(flat: Tensor, start: int, p: Parameter) -> Tensor:
     # ``.data`` gives each view a version counter of its own; slices of one tensor would share one.
     own = flat.data
     if _is_dense(p):
-        # Counted from the beginning of the memory, and a large buffer does not begin there.
+        # ``as_strided`` counts from the start of the storage, and a large buffer begins later (``allocation.fresh``).
         return own.as_strided(p.size(), p.stride(), own.storage_offset() + start)
     return own[start : start + p.numel()].view_as(p)
 
 
 def _is_dense(p: Tensor) -> bool:
-    """Whether its elements lie side by side in memory, in whatever order."""
+    """Whether its elements lie without gaps in memory, in any order."""
     expected = 1
     for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -150,14 +150,14 @@ def _is_dense(p: Tensor) -> bool:
 
 
 class _Making:
-    """Buffers on their way."""
+    """Buffers that are being made in the background."""
 
     def __init__(self, parameters: Sequence[Parameter], members: bytes | None, count: int) -> None:
         self._parameters = parameters
         self._members = members
         self._count = count
         self._made: list[FlatGradients] = []
-        # Not a daemon: at its end Python would stop such a thread inside of torch, which aborts the process.
+        # Not a daemon: at exit Python would stop a daemon thread inside torch, which aborts the process.
         self._thread = threading.Thread(target=self._make, name="pliant-memory")
         self._thread.start()
 
@@ -166,7 +166,7 @@ class _Making:
             self._made.append(FlatGradients(self._parameters, self._members))
 
     def result(self) -> list[FlatGradients]:
-        """All of them; what could not be made there fails here."""
+        """All buffers. Those that could not be made in the background are made here, and raise here."""
         self._thread.join()
         missing = self._count - len(self._made)
         return [*self._made, *(FlatGradients(self._parameters, self._members) for _ in range(missing))]
@@ -183,32 +183,33 @@ class Gradients:
         overlaps: bool = True,
         members: bytes | None = None,
     ) -> None:
-        """``overlaps``: a contribution may accumulate while another one is in flight; ``members``: what is trained."""
+        """``grouped``: gradients will be summed with other workers. ``overlaps``: a contribution may accumulate while
+        another one is in flight. ``members``: the parameters in the layout, as a bitmap; None: all."""
         self.parameters = list(parameters)
         self.optimized: Sequence[int] = range(len(self.parameters))
-        """what the optimizer holds; without a group its gradients are looked after, and no others"""
+        """the parameters that the optimizer holds; without a group only their gradients are checked and cleared"""
         everything = bitmap(range(len(self.parameters)), len(self.parameters))
         self._members = everything if members is None else members
-        """what contributions are laid out for"""
+        """the layout of contributions"""
         self._spare: FlatGradients | None = None
         self._filling: FlatGradients | None = None
         self._versions: list[int] = []
         self._frozen: set[int] = set()
-        """laid out, and without a gradient for as long as the script has it frozen"""
+        """in the layout, but frozen by the script now: ``p.grad`` may be None"""
         self._alone: bytes | None = None
-        """without a group: the parameters that every pass of the contribution was for"""
+        """without a group: the parameters that were trained in every pass of the contribution"""
         self._computed: dict[int, int] = {}
-        """without a group: how the gradients looked after the last pass, by parameter; empty: there was none"""
+        """without a group: versions of the gradients after the last pass, by parameter; empty: there was no pass"""
         self._left_over = self._loose_versions()
-        """without a group: what the last update, or the script before its first round, has left in ``p.grad``"""
+        """without a group: versions of the gradients that the last update, or the script before it, left behind"""
         self._making = _Making(self.parameters, self._members, 2 if overlaps else 1) if grouped else None
         self.orderly: bool | None = None
         """whether a backward pass adds to each gradient once; None: not known yet"""
         self.late = False
-        """in the last pass a gradient was added to after its part was told of"""
+        """in the last pass a gradient was added to after its bucket was reported as complete"""
 
     def _begin(self) -> None:
-        """Before the first use."""
+        """Take the buffers from the background before the first use."""
         if self._making is not None:
             self._filling, *spare = self._making.result()
             self._spare, self._making = (spare[0] if spare else None), None
@@ -251,7 +252,7 @@ class Gradients:
                     raise UsageError(_ZERO_GRAD)
                 continue
             if not p.requires_grad:
-                # Whoever freezes a layer may clear its gradients, too.
+                # A script that freezes a layer may also clear its gradients.
                 self._frozen.add(index)
                 continue
             if p.grad is not view:
@@ -269,12 +270,12 @@ class Gradients:
             if any(now.get(index, version) != version for index, version in self._computed.items()):
                 raise UsageError(_ZERO_GRAD)
             return
-        # What a new parameter group brings along is nobody's contribution.
+        # Gradients that a new parameter group already has are not part of a contribution.
         if any(version not in (-1, self._left_over.get(index, version)) for index, version in now.items()):
             gradients = [self.parameters[index].grad for index in now]
             own = any(gradient is not None and bool(gradient.any()) for gradient in gradients)
             raise UsageError(_OWN_BACKWARD if own else _ZERO_GRAD)
-        # As late as a plain loop clears them: freed earlier, their memory is cut up by other tensors.
+        # Cleared as late as in a plain loop: freed earlier, their memory would be fragmented by other tensors.
         for index in self.optimized:
             self.parameters[index].grad = None
         self._left_over = dict.fromkeys(now, -1)
@@ -282,7 +283,7 @@ class Gradients:
     # -- a backward pass
 
     def admit(self, now: bytes) -> None:
-        """The coming pass is for these parameters."""
+        """The coming backward pass trains these parameters (a bitmap)."""
         filling = self.filling
         if filling is None:
             self._alone = now if self._alone is None else common(self._alone, now)
@@ -291,12 +292,12 @@ class Gradients:
         if now != filling.members:
             for index in members_of(now):
                 if filling.views[index] is None and index not in filling.loose:
-                    # What it had before it was trained is nobody's contribution.
+                    # A gradient from before the parameter was trained is not part of a contribution.
                     self.parameters[index].grad = None
                     filling.loose[index] = None
 
     def accumulated(self) -> None:
-        """A ``backward`` has just run: remember how the gradients look."""
+        """A ``backward`` has just run: remember the versions of the gradients."""
         filling = self._filling
         if filling is None:
             self._computed = self._loose_versions()
@@ -308,7 +309,7 @@ class Gradients:
 
     @property
     def trained(self) -> bytes | None:
-        """The parameters that every pass of the contribution in progress was for; None: there was no pass."""
+        """The parameters trained in every pass of the contribution in progress; None: there was no pass."""
         return self._alone if self._filling is None else self._filling.trained
 
     def _loose_versions(self) -> dict[int, int]:
@@ -321,10 +322,10 @@ class Gradients:
         got = (index for index in self.optimized if self._computed and self.parameters[index].grad is not None)
         return sum(1 << index for index in got)
 
-    # -- in parts
+    # -- in buckets
 
     def parts(self, members: bytes) -> int:
-        """How many a contribution of this layout can be summed in; below 2: only as a whole."""
+        """Number of buckets of a contribution with this layout; below 2: it can only be summed as a whole."""
         self._begin()
         if self._filling is None:
             return 0
@@ -334,7 +335,7 @@ class Gradients:
 
     @contextmanager
     def watched(self, ready: Callable[[int], None]) -> Iterator[None]:
-        """Tell ``ready`` of each part that the backward pass in here completes."""
+        """Call ``ready`` with the index of each bucket that the backward pass inside the ``with`` completes."""
         filling = self.filling
         assert filling is not None
         with buckets.watched(self.parameters, filling.cut, ready) as backward:
@@ -343,23 +344,23 @@ class Gradients:
         self.orderly = self.orderly is not False and not backward.twice
 
     def written(self, values: Sequence[float]) -> Tensor:
-        """Numbers that are to be summed beside the gradients."""
+        """A tensor of numbers that are summed along with the gradients."""
         return torch.tensor(values, dtype=torch.float64)
 
     def read(self, summed: Tensor) -> list[float]:
-        """What they have become."""
+        """The numbers in such a tensor after the sum."""
         return summed.tolist()
 
     # -- handing in
 
     @property
     def filling(self) -> FlatGradients | None:
-        """The buffer of the contribution in progress; None where there is no group."""
+        """The buffer of the contribution in progress; None without a group."""
         self._begin()
         return self._filling
 
     def lay_out(self, members: bytes) -> None:
-        """Contributions are of these parameters from now on, the one in progress too."""
+        """Use the layout ``members`` from now on, also for the contribution in progress."""
         filling = self.filling
         if not members or filling is None:
             return
@@ -372,7 +373,7 @@ class Gradients:
             self._versions = self._filling.seen()
 
     def _release(self, filling: FlatGradients) -> None:
-        """Parameters that are laid out no more have no gradient."""
+        """Clear ``p.grad`` of parameters that are no longer in the layout."""
         assert self._filling is not None
         for index in {*members_of(filling.members), *filling.loose} - set(members_of(self._filling.members)):
             self.parameters[index].grad = None
@@ -380,7 +381,7 @@ class Gradients:
     def hand_in(self, *, overlap: bool, returning: bool) -> FlatGradients | None:
         """Give the filled buffer to the summation; with an overlap, fill the other one from now on.
 
-        ``returning``: the other one is still to be applied and comes by ``take_back``.
+        ``returning``: the other one is still to be applied, and comes back by ``take_back``.
         """
         self._begin()
         filled = self._filling
@@ -395,7 +396,7 @@ class Gradients:
         return filled
 
     def expose(self, filled: FlatGradients | None, present: int) -> None:
-        """Make ``p.grad`` what the optimizer shall see: the reduced gradient, None where nobody had any."""
+        """Set every ``p.grad`` for the optimizer: the reduced gradient, or None if no worker had one."""
         for index in self.optimized:
             p = self.parameters[index]
             if not present >> index & 1:
@@ -404,7 +405,7 @@ class Gradients:
                 p.grad = filled.views[index]
 
     def take_back(self, filled: FlatGradients | None) -> None:
-        """The update (or the skip) is done with ``filled``: clear it; it is filled next, or kept as the spare one."""
+        """The update (or the skip) is done with ``filled``: clear it; fill it next, or keep it as the spare buffer."""
         if filled is None:
             self._attach()
             return
@@ -423,7 +424,7 @@ class Gradients:
         self._show()
 
     def lose(self, filled: FlatGradients | None) -> None:
-        """``filled`` is somebody else's from now on (a summation that has failed may still be writing to it)."""
+        """Do not use ``filled`` any more: a summation that has failed may still be writing to it."""
         if filled is not None and (self._filling is None or self._filling is filled):
             spare, self._spare = self._spare, None
             self._filling = spare if spare is not None and spare.members == self._members else self._new()
@@ -432,7 +433,7 @@ class Gradients:
             self._show()
 
     def fill(self, buffer: FlatGradients, *, begun: bool) -> None:
-        """Accumulate in ``buffer`` from now on; ``begun``: it has a part of the contribution already."""
+        """Accumulate in ``buffer`` from now on; ``begun``: it already holds a part of the contribution."""
         self._begin()
         self._filling = buffer
         if begun:
@@ -444,7 +445,7 @@ class Gradients:
             self._attach()
 
     def discard(self) -> None:
-        """Forget the contribution in progress (a ``break`` cut it off, or a pass has failed)."""
+        """Drop the contribution in progress (after a ``break``, or after a pass that raised)."""
         if self._making is not None:
             return
         if self._filling is not None:

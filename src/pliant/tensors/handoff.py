@@ -1,20 +1,20 @@
 """The state stream between a donor and a newcomer.
 
-Question  How does a newcomer get tensors as of a known exchange while the donor computes on?
-Holds     The donor's main thread only takes copies, at its first rest in the era and at the exchange asked for or a
-          later one, and says at which it was; threads do all the talking. Strangers have one deadline for their
-          proof, and only so many places: where one more comes, the oldest of them goes, so that they shut out no
-          newcomer. What never changes is not copied: a change meanwhile breaks the stream off. Both ends prove that
-          they know the job's token before anything is said. No pickle: a JSON skeleton and raw tensors in
-          checksummed chunks. What arrives damaged, short or too large fails the newcomer's end with a text, never
-          more.
+Question  How does a newcomer get tensors as of a known exchange while the donor goes on computing?
+Holds     The donor's main thread only takes copies, when it is between two exchanges: at the exchange asked for or a
+          later one, and it says at which. Threads do all input and output. Both ends prove that they know the job's
+          token before anything else is sent. Unauthenticated connections have one deadline for the proof, and their
+          number is bounded: a further one replaces the oldest, so that they cannot shut out a newcomer. Tensors that
+          never change are not copied; if one changes meanwhile, the stream is broken off. No pickle: a JSON skeleton
+          and raw tensors in checksummed chunks. Damaged, short or too large data only fails the newcomer's request,
+          with an error text.
 Source    ours; docs/design/0007-elastic.md ("Handing the state on").
 
 On the wire, donor D and newcomer N:
 
-    D, N: who they are (``stream.welcome``, ``stream.introduce``)
+    D, N: authentication (``framing.welcome``, ``framing.introduce``)
     N: {"era": 3, "as_of": 17, "want": [names]}      D: refused (reason) | state (exchange, sizes)
-    D, after "state": the skeleton, all tensors in the skeleton's order (``stream.write_chunks``), a last word
+    D, after "state": the skeleton, all tensors in the skeleton's order (``framing.write_chunks``), an end mark
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from pliant.tensors.allocation import bytes_of
 from pliant.tensors.serialize import blank_tensors, described, flattened, rebuilt, size_of
 
 SKELETON_BYTES = 64 << 20
-"""A skeleton has some 100 bytes per tensor; a larger one is none."""
+"""A skeleton has about 100 bytes per tensor; anything larger than this is rejected."""
 
 _CONNECTIONS = 64  # newcomers that one donor serves at the same time
-_STRANGERS = 64  # connections of peers that have not proven who they are
-_GREETING_S = 10.0  # what a peer may take, in all, to prove who it is
-_STALLED_S = 30.0  # a stream without a byte for so long has broken
-_LOOK_S = 0.2  # how soon a thread sees that its peer or its owner has gone
+_STRANGERS = 64  # unauthenticated connections
+_GREETING_S = 10.0  # time that a peer has to authenticate
+_STALLED_S = 30.0  # a stream without a byte for this long is broken
+_LOOK_S = 0.2  # how soon a thread notices that its peer or its owner has gone
 
-_WHOLE = b"whole"  # nothing of what was sent had changed by then
+_WHOLE = b"whole"  # end mark: no tensor had changed when it was sent
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Snapshot = Callable[[Sequence[str], int], dict[str, Any]]
@@ -87,7 +87,7 @@ class _Waiting:
         self.head: _Head | None = None
         self.state: dict[str, Any] = {}
         self.versions: dict[int, int] = {}
-        """of the tensors in it, by ``id``, when they were given"""
+        """versions of the tensors in ``state``, by ``id``, at the time of the answer"""
         self.answered = threading.Event()
 
     def answer(self, head: _Head, state: dict[str, Any] | None = None) -> None:
@@ -97,7 +97,7 @@ class _Waiting:
 
 
 class Donor:
-    """Gives state to newcomers who know the token."""
+    """Gives state to newcomers that know the token."""
 
     def __init__(self, host: str, token: str) -> None:
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -111,23 +111,23 @@ class Donor:
         self._lock = threading.Lock()
         self._waiting: list[_Waiting] = []
         self._strangers: dict[socket.socket, float] = {}
-        """connections without a proof, oldest first, each with its deadline"""
+        """unauthenticated connections, oldest first, each with its deadline"""
         self._connections: set[socket.socket] = set()
-        """those with one"""
+        """authenticated ones"""
         self._closed = False
         threading.Thread(target=self._accept, name="pliant-donor", daemon=True).start()
 
     def serve(self, era: int, exchange: int, snapshot: Snapshot) -> None:
-        """The group is at rest after ``exchange``: copy what is due. Called by the main thread.
+        """Copy what is due, between two exchanges (after ``exchange``). Called by the main thread.
 
-        ``snapshot`` is given the names wanted and the exchange after which they are, and returns copies, or tensors
-        that nobody is expected to change; they are sent while the main thread goes on.
+        ``snapshot`` is given the names wanted and the requested exchange. It returns copies, or tensors that are not
+        expected to change; they are sent while the main thread goes on.
         """
         for request in self._take_due(era, exchange):
             try:
                 state = snapshot(request.want, request.since[1])
             except Exception as error:
-                # A newcomer that asks for what is not there is its own problem; the run goes on.
+                # A wrong request only fails the newcomer; the run goes on.
                 request.answer(_Refusal(f"{type(error).__name__}: {error}"))
             else:
                 request.answer(_State(exchange, 0, 0), state)
@@ -180,7 +180,7 @@ class Donor:
                     self._connections.discard(connection)
 
     def _met(self, connection: socket.socket) -> bool:
-        """Give a stranger a place: the oldest one's, if there is no other."""
+        """Note a new connection; if there are too many unauthenticated ones, cut the oldest."""
         with self._lock:
             if self._closed:
                 return False
@@ -192,7 +192,7 @@ class Donor:
             return True
 
     def _admitted(self, connection: socket.socket) -> bool:
-        """It has proven who it is: whether there is room for it."""
+        """The peer is authenticated: whether there is room for it."""
         with self._lock:
             known = self._strangers.pop(connection, None) is not None
             if self._closed or not known or len(self._connections) >= _CONNECTIONS:
@@ -201,7 +201,7 @@ class Donor:
             return True
 
     def _expire(self) -> None:
-        """Cut off who has not proven itself in time; a timeout of the socket begins anew with every byte."""
+        """Cut connections that did not authenticate in time; a socket's own timeout restarts with every byte."""
         now_s = time.monotonic()
         with self._lock:
             for connection in [each for each, until_s in self._strangers.items() if until_s < now_s]:
@@ -218,7 +218,7 @@ class Donor:
             _send_answer(writer, waiting)
 
     def _answered(self, waiting: _Waiting, connection: socket.socket) -> bool:
-        """Wait for ``serve``; False when the newcomer or this donor goes first."""
+        """Wait for ``serve``; False if the newcomer or this donor closes first."""
         with self._lock:
             if self._closed:
                 return False
@@ -255,7 +255,7 @@ def _send_answer(writer: BinaryIO, waiting: _Waiting) -> None:
     framing.write_chunks(writer, memoryview(skeleton))
     waiting.state = {}
     tensors.reverse()
-    while tensors:  # each tensor's memory is free as soon as it is sent
+    while tensors:  # each tensor's memory is freed as soon as it is sent
         tensor = tensors.pop()
         framing.write_chunks(writer, bytes_of(tensor.detach().cpu().contiguous()))
         if tensor._version != waiting.versions.get(id(tensor), tensor._version):
@@ -269,7 +269,7 @@ def _send_answer(writer: BinaryIO, waiting: _Waiting) -> None:
 
 
 class Recipient:
-    """Asks one donor for state; everything happens in a thread of its own, and ``arrived`` is polled."""
+    """Asks one donor for state, in a thread of its own; the caller polls ``arrived``."""
 
     def __init__(self, address: str, token: str) -> None:
         self.failed: str | None = None
@@ -285,19 +285,19 @@ class Recipient:
         threading.Thread(target=self._run, name="pliant-receiving", daemon=True).start()
 
     def request(self, era: int, as_of: int, want: Sequence[str]) -> None:
-        """Ask for ``want`` as of an exchange or a later one; several requests are answered one after another."""
+        """Ask for ``want`` as of exchange ``as_of`` or a later one; requests are answered one after another."""
         self._requests.put(_Request(era, as_of, list(want)))
 
     def arrived(self) -> tuple[int, dict[str, Any]] | None:
-        """The next answer (the exchange and the state as of it), if there is one."""
+        """The next answer, if there is one: (exchange, state as of that exchange)."""
         return self._arrived.popleft() if self._arrived else None
 
     def begun(self) -> tuple[int, float] | None:
-        """Of the answer that is arriving: the exchange it is of, and which part of its bytes is here."""
+        """The answer that is arriving: (its exchange, fraction of its bytes received); None if none is."""
         return self._begun
 
     def close(self) -> None:
-        """Take nothing more."""
+        """Stop receiving."""
         with self._lock:
             self._closed = True
             if self._connection is not None:
@@ -338,7 +338,7 @@ class Recipient:
 
     def _converse(self, connection: socket.socket, reader: BinaryIO, writer: BinaryIO) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # The donor answers when it gets to that exchange; only a dead machine is to be noticed meanwhile.
+        # The donor answers only when it reaches the exchange, so there is no timeout; keepalive notices a dead machine.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         framing.introduce(reader, writer, self._token)
         while (request := self._next_request(connection)) is not None:
@@ -348,7 +348,7 @@ class Recipient:
             frame = framing.read_frame(reader)
             connection.settimeout(_STALLED_S)
             answer = _read_answer(reader, frame, self._note)
-            # In this order: whoever looks finds one of them.
+            # In this order, so that a reader in another thread always finds one of the two.
             self._arrived.append(answer)
             self._begun = None
 
@@ -365,7 +365,7 @@ class Recipient:
 
 
 Note = Callable[[int, float], None]
-"""is told of the exchange of an answer, and which part of it has arrived"""
+"""Called with the exchange of an answer and the fraction of it that has arrived."""
 
 
 def _read_answer(
@@ -386,7 +386,7 @@ def _read_state(reader: BinaryIO, head: _State, note: Note = lambda exchange, pa
     skeleton = bytearray(head.skeleton_bytes)
     framing.read_chunks(reader, memoryview(skeleton))
     try:
-        # Nothing is allocated before both ends agree on how much it is.
+        # Memory is allocated only after the described size agrees with the announced one.
         size = size_of(described(bytes(skeleton)))
         if size != head.tensor_bytes:
             raise framing.StreamBroken(f"announces {head.tensor_bytes} bytes of tensors and describes {size}")

@@ -1,10 +1,10 @@
-"""Where a worker computes while the group's update is still on its way.
+"""The look-ahead point: the weights at which a worker computes while the group's update is still being summed.
 
-Question  At which point are the next gradients taken, so that one round of delay costs (almost) nothing?
-Holds     The plain weights are kept aside bit for bit and come back before the true update is made. The peek never
-          changes the optimizer's state. Storage never moves.
-Source    PAPERS §3 (ours): ŵ = w − η(μu + ḡ), the update the worker's own gradient would make. SGD (momentum,
-          dampening, Nesterov, weight decay) and Adam/AdamW (amsgrad too) are exact; for any other optimizer the
+Question  At which weights are the next gradients computed, so that one round of delay costs (almost) nothing?
+Holds     The plain weights are kept aside bit for bit and restored before the true update is made. The look-ahead step
+          (*peek*) never changes the optimizer's state. Storage never moves.
+Source    PAPERS §3 (ours): ŵ = w − η(μu + ḡ), the update that the worker's own gradient would make. This is exact for
+          SGD (momentum, dampening, Nesterov, weight decay) and Adam/AdamW (with amsgrad). For any other optimizer the
           last displacement is repeated: ŵ = w + (w − w_before).
 """
 
@@ -21,14 +21,15 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from pliant.tensors import allocation
 
 Peek = Callable[[dict[str, Any], dict[str, Any], Tensor, Tensor | None], None]
-"""(param group, optimizer state, weights, own mean gradient or None for zero): moves the weights by that step"""
+"""Moves the weights in place by one step of the optimizer. Arguments: parameter group, optimizer state, weights, own
+mean gradient (None: zero)."""
 
-# Elements handled at a time: what one pass leaves in the cache (half a megabyte) the next one finds there.
+# Elements handled at a time: half a megabyte stays in the cache between the passes over it.
 _PIECE = 1 << 17
 
 
 def peek_for(optimizer: Optimizer) -> Peek | None:
-    """The exact peek of this optimizer, or None: the last displacement is repeated then."""
+    """The exact peek for this optimizer; None: the last displacement is repeated instead."""
     if type(optimizer) is SGD:
         return _peek_sgd
     if type(optimizer) in (Adam, AdamW):
@@ -39,13 +40,13 @@ def peek_for(optimizer: Optimizer) -> Peek | None:
 class LookAhead:
     """Moves the model's parameters to the look-ahead point and back.
 
-    One copy of the weights is all it takes: while the model is at the look-ahead point the copy holds the plain
-    weights, and from a hand-in until the model leaves again (``park`` to ``go``) the worker's own gradient, because
-    the buffer that was handed in is being summed in place.
+    It needs memory for one copy of the weights. While the model is at the look-ahead point, the copy holds the plain
+    weights. From a hand-in until the next look-ahead step (``park`` to ``go``) it holds the worker's own gradient,
+    because the buffer that was handed in is being summed in place.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor] | None = None) -> None:
-        """``parameters``: those that bitmaps and gradients count; None: all of the optimizer's that are trained."""
+        """``parameters``: in the order of bitmaps and gradients; None: all of the optimizer's that are trained."""
         self._optimizer = optimizer
         if parameters is None:
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -53,10 +54,10 @@ class LookAhead:
         self._index = {id(p): index for index, p in enumerate(parameters)}
         self._peek = peek_for(optimizer)
         self._copy: dict[int, Tensor] = {}
-        """by parameter, of those whose gradients are summed"""
+        """by parameter, for those whose gradients are summed"""
         self._parked: int | None = None
         self.due = False
-        """a contribution was handed in: the next micro-batch is to be computed ahead"""
+        """a contribution was handed in: compute the next micro-batch at the look-ahead point"""
         self.away = False
         """the model holds a look-ahead point now"""
 
@@ -68,15 +69,16 @@ class LookAhead:
         scale: float,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Remember where to go: this worker's own sums, ``scale`` turns them into the (clipped) mean.
+        """Keep this worker's own gradient for the look-ahead step. The model must hold the plain weights.
 
-        The model must hold the plain weights. None: nothing was contributed, the gradient counts as zero.
-        ``members``: the parameters that are laid out; None: all.
+        ``gradients``: the worker's sums; None if it contributed nothing (a gradient of zero). ``present``: bitmap of
+        the parameters that have one. ``scale`` turns sums into the (clipped) mean. ``members``: the parameters in the
+        layout; None: all.
         """
         self.due = True
         self._make_room(range(len(self._parameters)) if members is None else members)
         if self._peek is None:
-            # What the coming update moves away from; at a phase's start none comes, and there is nothing to repeat.
+            # The weights before the coming update. At a phase's start there is no update, so nothing is repeated.
             torch._foreach_copy_(list(self._copy.values()), self._laid_out)
             return
         self._parked = None if gradients is None else present
@@ -96,7 +98,7 @@ class LookAhead:
 
     @torch.no_grad()
     def depart_from(self, weights: Sequence[Tensor]) -> None:
-        """What was parked was parked at these weights; only where the last displacement is repeated does it matter."""
+        """Set the weights at which the gradient was parked; it matters only if the last displacement is repeated."""
         if self.repeats:
             torch._foreach_copy_(list(self._copy.values()), [weights[index] for index in self._copy])
 
@@ -109,7 +111,8 @@ class LookAhead:
     def go(self, hyper: Sequence[dict[str, Any]]) -> None:
         """Keep the plain weights aside and move to the look-ahead point.
 
-        ``hyper``: what the coming update is made with in place of what each parameter group says.
+        ``hyper``: for each parameter group, the settings (``lr`` and others) that the coming update will use instead of
+        the group's own.
         """
         self.due = False
         self.away = True
@@ -117,7 +120,7 @@ class LookAhead:
             self._repeat_displacement()
             return
         for group, values in zip(self._optimizer.param_groups, hyper, strict=True):
-            # Before torch 2.7 AdamW's groups do not say so themselves.
+            # Before torch 2.7 AdamW's groups have no ``decoupled_weight_decay``.
             decoupled = isinstance(self._optimizer, AdamW) or group.get("decoupled_weight_decay", False)
             settings = {**group, **values, "lr": float(values["lr"]), "decoupled": decoupled}
             for p in group["params"]:
@@ -128,7 +131,7 @@ class LookAhead:
     def _go(self, peek: Peek, hyper: dict[str, Any], index: int, p: Tensor) -> None:
         """Swap the parked gradient for the plain weights and step ahead, piece by piece."""
         contributed = self._parked is not None
-        # An optimizer passes over a parameter without gradient; so does the peek.
+        # An optimizer skips a parameter without a gradient; so does the peek.
         moves = self._parked is None or bool(self._parked >> index & 1)
         for weights, copy, state in _pieces(p, self._copy[index], self._optimizer.state.get(p, {})):
             own = copy.clone() if contributed and moves else None
@@ -156,7 +159,7 @@ class LookAhead:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Swap plain weights and look-ahead point in place; twice is nothing."""
+        """Swap plain weights and look-ahead point in place; a second call undoes the first."""
         for p, plain in zip(self._laid_out, self._copy.values(), strict=True):
             held = p.detach().clone()
             p.copy_(plain)
@@ -170,7 +173,7 @@ def _like(p: Tensor) -> Tensor:
 
 
 def _pieces(p: Tensor, copy: Tensor, state: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-    """The weights, their copy and their optimizer state in pieces that fit a cache."""
+    """The weights, their copy and their optimizer state in pieces that fit into the cache."""
     like = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.shape == p.shape}
     if p.numel() <= _PIECE or not all(t.is_contiguous() for t in (p, copy, *like.values())):
         yield p.detach(), copy, state

@@ -1,8 +1,8 @@
-"""Random streams that do not depend on who computes what.
+"""Random streams that do not depend on which worker computes which sample.
 
-Question  From which seed do a sample's augmentation and a micro-batch's dropout draw?
+Question  From which random stream do a sample's augmentation and a micro-batch's dropout draw?
 Holds     A sample's stream is a function of (seed, epoch, position), a micro-batch's of (seed, epoch, first
-          position): the same whichever worker or loader process computes it.
+          position): the same for every worker and loader process.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def mixed(state: int) -> int:
 
 
 SAMPLE, MICRO_BATCH, ORDER = 1, 2, 3
-"""what a stream is for"""
+"""Purposes of a stream."""
 
 
 def seed_everything(bits: int) -> None:
     """Seed random, NumPy's global generator and torch's default ones."""
     random.seed(bits)
     np.random.seed(bits & 0xFFFFFFFF)
-    # torch.manual_seed also walks all accelerator backends, a hundred times slower than this.
+    # torch.manual_seed also visits all accelerator backends, which takes a hundred times as long.
     torch.default_generator.manual_seed(bits)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(bits)

@@ -1,8 +1,8 @@
-"""State of any shape as numbers on the wire, without pickle.
+"""Nested state as bytes and tensors, without pickle.
 
 Question  How do the leader's weights, optimizer state and user's state reach the others?
-Holds     A nested state (dicts, lists, tuples, numbers, strings, None, tensors) becomes a JSON skeleton plus a list
-          of tensors; anything else is refused by name. The receiver builds the same nesting again.
+Holds     A nested state (dicts, lists, tuples, numbers, strings, None, tensors) becomes a JSON skeleton and a list
+          of tensors; any other object is refused by name. The receiver rebuilds the same nesting.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TENSOR, _TUPLE, _DICT, _FLOAT = "t", "u", "d", "f"
 
 
 class Broadcaster(Protocol):
-    """Gives everybody the leader's values."""
+    """A group in which the leader (place 0) can send tensors to all."""
 
     place: int
 
@@ -40,7 +40,7 @@ def _skeleton(value: Any, tensors: list[Tensor], name: str) -> Any:
         tensors.append(value)
         return {_TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if isinstance(value, dict):
-        # Keys may be numbers (optimizer state): pairs keep their type.
+        # Keys may be numbers (optimizer state): a list of pairs preserves their type.
         return {_DICT: [[key, _skeleton(item, tensors, f"{name}.{key}")] for key, item in value.items()]}
     if isinstance(value, tuple):
         return {_TUPLE: [_skeleton(item, tensors, f"{name}[{index}]") for index, item in enumerate(value)]}
@@ -84,7 +84,7 @@ Described = tuple[torch.dtype, list[int]]
 
 
 def described(skeleton: bytes) -> list[Described]:
-    """The tensors that a skeleton names, in its order. Raises ``ValueError`` where it is malformed."""
+    """The tensors that a skeleton names, in its order. Raises ``ValueError`` if it is malformed."""
     return list(_described(msgspec.json.decode(skeleton)))
 
 
@@ -107,7 +107,7 @@ def _described(value: Any) -> Iterator[Described]:
 
 
 def size_of(tensors: Iterable[Described]) -> int:
-    """Bytes of all of them."""
+    """Total size of these tensors in bytes."""
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in tensors)
 
 
@@ -118,7 +118,7 @@ def blank_tensors(skeleton: bytes) -> list[Tensor]:
 
 @torch.no_grad()
 def broadcast_tensors(group: Broadcaster, tensors: list[Tensor]) -> None:
-    """Overwrite the tensors, in place, with the leader's."""
+    """Overwrite the tensors in place with the leader's values."""
     for tensor in tensors:
         if tensor.is_contiguous() and tensor.dtype is not torch.bool:
             group.broadcast(tensor.data)
@@ -135,7 +135,7 @@ def broadcast_state(group: Broadcaster, state: Any) -> Any:
         payload = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8)
         group.broadcast(torch.tensor([len(payload)]))
         group.broadcast(payload)
-        # Receivers build theirs on the host; each object puts its state on its own device when it loads it.
+        # Receivers build their tensors on the host; ``load_state_dict`` moves them to the right device.
         broadcast_tensors(group, [tensor.detach().cpu().clone() for tensor in tensors])
         return state
     length = torch.zeros(1, dtype=torch.int64)

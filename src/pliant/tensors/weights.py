@@ -1,8 +1,8 @@
 """The model's weights as a file that loads without Pliant.
 
-Question  What does ``run.save`` write, and what does a run leave behind?
-Holds     A plain state dict in safetensors; shared parameters are stored once, under their first name. A file is whole
-          or not there. Weights of a run are never put over later ones of the same run.
+Question  Which file do ``run.save`` and the end of a run write?
+Holds     A plain state dict in safetensors; shared parameters are stored once, under their first name. A file is
+          written completely or not at all. A run's weights never replace later weights of the same run.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 FINAL = "weights.safetensors"
-"""in a run's directory: the weights at its end"""
+"""File in the run directory with the weights at the run's end."""
 
 
 def save(model: nn.Module, path: Path, *, round_: int, run: str = "", private: bool = False) -> bool:
-    """Write what the model holds now, after ``round_`` of ``run``; False: a later round of that run is there already.
+    """Write the model's present weights, as of ``round_`` of ``run``. False: the file already has a later round of it.
 
-    A leader that was away for a long save may find that the next leader has saved since. ``private``: only the owner
-    can read it, from the first byte on.
+    That can happen if a leader was left out during a long save, and the next leader has saved since. ``private``: only
+    the owner of the file can read it, from the first byte on.
     """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -49,12 +49,12 @@ def save(model: nn.Module, path: Path, *, round_: int, run: str = "", private: b
 
 
 def size_of(model: nn.Module) -> int:
-    """Bytes that ``save`` writes, about."""
+    """About how many bytes ``save`` writes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
 
 
 def _round_in(path: Path, run: str) -> int:
-    """The round of ``run`` that the file holds; -1: none."""
+    """The round of ``run`` that the file holds; -1 if there is no such file."""
     with suppress(OSError, SafetensorError, ValueError), safe_open(str(path), framework="pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("run") == run:
@@ -64,7 +64,7 @@ def _round_in(path: Path, run: str) -> int:
 
 @contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
-    """No two workers of this machine look and replace at once; not every file system can lock."""
+    """Lock the directory, so that workers of this machine replace files one after another (if locks are supported)."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         with suppress(OSError):

@@ -1,1 +1,1 @@
-"""ui: How do people start, watch, check and replay runs?"""
+"""ui: How does a user start, watch, check and replay runs?"""

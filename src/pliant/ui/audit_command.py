@@ -1,8 +1,8 @@
-"""``pliant audit``: what a journal proves, and how far.
+"""``pliant audit``: what a journal proves, and up to which point.
 
-Question  Is every sample accounted for, and can anything be missing at the end?
-Holds     A journal proves its own end by its closing record. Where the run's state file lies beside it, the journal
-          must also be at least what that file says it was: an end that was cut off, or written anew, is found.
+Question  Is every sample accounted for, and can records be missing at the end?
+Holds     A journal proves its own end by its closing record. If the run's state file is next to it, the journal must
+          also contain all lines that the state file was written after: a truncated or rewritten end is detected.
 Source    ours; docs/design/0020-coordinator-at-scale.md.
 """
 
@@ -24,7 +24,7 @@ PROVED, WRONG, OPEN = 0, 1, 3
 
 
 class _Reading:
-    """The records that count; notices where the journal is not what its state file says."""
+    """Reads the valid records, and notes where the journal contradicts its state file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -60,14 +60,14 @@ class _Reading:
 
 
 def audited(path: Path, *, quick: bool) -> AuditReport:
-    """What ``core.journal.audit`` finds in the journal, and what its state file says against it."""
+    """The findings of ``core.journal.audit``, and contradictions to the state file."""
     reading = _Reading(path)
     report = audit(reading.records(), replay=not quick)
     return replace(report, problems=[*report.problems, *reading.problems])
 
 
 def text(report: AuditReport) -> list[str]:
-    """In lines."""
+    """The report in lines."""
     lines = [f"{name.replace('_', ' ')}: {value}" for name, value in report.summary.items()]
     lines += [f"problem: {problem}" for problem in report.problems]
     if report.problems:

@@ -1,7 +1,7 @@
 """The ``pliant`` command.
 
-Question  How do people start, watch and check runs?
-Holds     A mistake of the user costs one line on standard error and a non-zero exit status, never a traceback.
+Question  How does a user start, watch and check runs?
+Holds     A user's mistake gives one line on standard error and a non-zero exit status, never a traceback.
           Torch is not imported: starting a run must not take longer than the script's own imports.
 Source    DESIGN, the user's interface.
 """
@@ -29,7 +29,7 @@ from pliant.ui import progress
 Number = TypeVar("Number", int, float)
 
 FOLLOW_S = 0.5
-"""How often ``pliant events --follow`` asks again."""
+"""Interval at which ``pliant events --follow`` asks again."""
 
 Directory = Annotated[Path | None, typer.Option("--dir", help="The run directory (default: the newest in runs/).")]
 Address = Annotated[str, typer.Option("--address", metavar="HOST:PORT", help="The coordinator, instead of --dir.")]
@@ -78,25 +78,25 @@ def _root(
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
-    script: Annotated[str, typer.Argument(help="The training script; all that follows are its arguments.")],
-    args: Annotated[list[str] | None, typer.Argument(help="Given to the script untouched.")] = None,
+    script: Annotated[str, typer.Argument(help="The training script; everything after it is passed to it.")],
+    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
     workers: Annotated[int, typer.Option("-n", "--workers", min=1, help="Workers to start here.")] = 1,
     pace: Annotated[str, typer.Option(help="Emulate slower devices, e.g. 1,1,0.5,0.25.")] = "",
     size: Annotated[str, typer.Option(help="Micro-batch sizes per worker, e.g. 32,32,16,8.")] = "",
     directory: Annotated[Path | None, typer.Option("--dir", help="The run directory (default: runs/<job>).")] = None,
-    join: Annotated[str, typer.Option(metavar="HOST:PORT", help="Give the run there more workers.")] = "",
+    join: Annotated[str, typer.Option(metavar="HOST:PORT", help="Add workers to the run at this address.")] = "",
     token_file: Annotated[Path | None, typer.Option(help="The file with the token, for --join.")] = None,
-    host: Annotated[str, typer.Option(help="The coordinator's address, for workers of other machines.")] = local.HOST,
+    host: Annotated[str, typer.Option(help="The coordinator's address, for workers on other machines.")] = local.HOST,
     port: Annotated[
         int, typer.Option(min=0, max=65535, show_default=False, help="The coordinator's port (default: a free one).")
     ] = 0,
     min_workers: Annotated[int, typer.Option(help="Below this many workers the run waits for more.")] = 1,
-    max_workers: Annotated[int | None, typer.Option(help="More workers than this are not taken in.")] = None,
+    max_workers: Annotated[int | None, typer.Option(help="Newcomers beyond this many workers have to wait.")] = None,
     grace: Annotated[float, typer.Option(help="Seconds a worker may take to leave before it is killed.")] = GRACE_S,
-    notice_command: Annotated[str, typer.Option(help="Exits 0 when this machine is about to be taken away.")] = "",
-    notice_every: Annotated[float, typer.Option(help="Seconds between two of these questions.")] = NOTICE_EVERY_S,
+    notice_command: Annotated[str, typer.Option(help="A command that exits 0 on a preemption notice.")] = "",
+    notice_every: Annotated[float, typer.Option(help="Seconds between two runs of that command.")] = NOTICE_EVERY_S,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --dir from its checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --dir from its checkpoint.")] = False,
     tls_cert: Certificate = None,
     tls_key: Key = None,
     tls_ca: Authority = None,
@@ -138,16 +138,16 @@ def run(
 @app.command()
 def coordinator(
     directory: Annotated[Path, typer.Option("--dir", help="The run directory.")],
-    resume: Annotated[bool, typer.Option("--resume", help="Take the place of the run's lost coordinator.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Replace the run's lost coordinator.")] = False,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Another port; only newcomers find it there.", show_default=False)
+        int, typer.Option(min=0, max=65535, help="Another port; only newcomers will find it.", show_default=False)
     ] = 0,
     tls_cert: Certificate = None,
     tls_key: Key = None,
     tls_ca: Authority = None,
     insecure: Insecure = False,
 ) -> None:
-    """Start a run's coordinator by hand, where the launcher that kept it was lost."""
+    """Start a run's coordinator by hand after its launcher was lost."""
     if not resume:
         raise UsageError("`pliant run` starts a run with its coordinator; give --resume to take a lost one's place")
     from pliant.launch.coordinator_takeover import take_over
@@ -162,12 +162,12 @@ def audit(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Samples and sums only; the decisions are not made again. Ten times as fast."),
+        typer.Option("--quick", help="Check samples and sums, but not the decisions. Ten times as fast."),
     ] = False,
 ) -> None:
-    """Prove that each sample was used once per epoch, or say which were not.
+    """Prove that each sample was used once per epoch, or list those that were not.
 
-    Exit status: 0 proved to the end, 1 something is wrong, 3 nothing is wrong but the journal was not closed.
+    Exit status: 0 proved to the end, 1 problems found, 3 no problem found but the journal was not closed.
     """
     from pliant.ui import audit_command
 
@@ -189,15 +189,15 @@ def replay(
     args: Annotated[list[str] | None, typer.Argument(help="The arguments it was run with.")] = None,
     since: Annotated[
         int | None,
-        typer.Option("--from", min=1, metavar="ROUND", help="Begin with the last checkpoint up to this round."),
+        typer.Option("--from", min=1, metavar="ROUND", help="Start from the last checkpoint up to this round."),
     ] = None,
     until: Annotated[int | None, typer.Option(min=1, metavar="ROUND", help="Stop after this round.")] = None,
     weights: Annotated[
-        Path | None, typer.Option(help="Compare with this file of run.save (default: the run's own, if it is there).")
+        Path | None, typer.Option(help="Compare with this file of run.save (default: the run's own, if any).")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Compute a run again on one process, and compare. Options come before JOURNAL."""
+    """Compute a run again in one process and compare the results. Options come before JOURNAL."""
     from pliant.ui import replay_command
 
     path = path / "journal.jsonl" if path.is_dir() else path
@@ -223,7 +223,7 @@ def status(
     tls_ca: Authority = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how a run is getting on."""
+    """Show the status of a run."""
     answer = _asked("/status", directory, address, token_file, tls_ca)
     if as_json:
         print(answer.decode())
@@ -241,7 +241,7 @@ def status(
 
 @app.command()
 def scale(
-    workers: Annotated[int, typer.Argument(metavar="N", help="How many workers the run is to have.")],
+    workers: Annotated[int, typer.Argument(metavar="N", help="The wanted number of workers.")],
     directory: Directory = None,
     address: Address = "",
     token_file: TokenFile = None,
@@ -256,13 +256,13 @@ def scale(
 
 @app.command()
 def drain(
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Its name, as `pliant status` shows it.")],
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="The worker's name, as in `pliant status`.")],
     directory: Directory = None,
     address: Address = "",
     token_file: TokenFile = None,
     tls_ca: Authority = None,
 ) -> None:
-    """Let a worker finish its round and leave."""
+    """Ask a worker to finish its round and leave."""
     said = requests.post(requests.found(directory, address, token_file, tls_ca), "/drain", {"worker": worker})
     print(said.decode().strip())
 
@@ -273,9 +273,9 @@ def events(
     address: Address = "",
     token_file: TokenFile = None,
     tls_ca: Authority = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new events until the run is over.")] = False,
 ) -> None:
-    """Show what happened to a run's workers."""
+    """Show the events of a run: workers that joined, left or were lost, and why."""
     shown = _show_events(json.loads(_asked("/events", directory, address, token_file, tls_ca)), [])
     while follow:
         time.sleep(FOLLOW_S)
@@ -286,19 +286,19 @@ def events(
             return
 
 
-certs = typer.Typer(help="Certificates for runs over networks that others use too.", no_args_is_help=True)
+certs = typer.Typer(help="Certificates for runs over shared networks.", no_args_is_help=True)
 app.add_typer(certs, name="certs")
 
 
 @certs.command()
 def init(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files are put.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory for the files.")],
     host: Annotated[
         list[str] | None, typer.Option("--host", help="A name or address of the coordinator's machine; repeatable.")
     ] = None,
-    days: Annotated[int, typer.Option(min=1, help="How long the certificate is good for.")] = 365,
+    days: Annotated[int, typer.Option(min=1, help="How many days the certificate is valid.")] = 365,
 ) -> None:
-    """Make a certificate authority for one job, and the coordinator's certificate."""
+    """Create a certificate authority for one job, and the coordinator's certificate."""
     from pliant.launch import certificates
 
     for line in certificates.made(directory, host or [], days):
@@ -307,14 +307,14 @@ def init(
 
 @app.command()
 def demo() -> None:
-    """Unequal workers train one model on built-in data, next to plain DDP."""
+    """Train one model on built-in data with unequal workers, and the same with plain DDP."""
     from pliant.ui.demo import main as show
 
     raise typer.Exit(show())
 
 
 def _asked(path: str, directory: Path | None, address: str, token_file: Path | None, authority: Path | None) -> bytes:
-    """What the coordinator answers; of a run that is over, what its journal says."""
+    """The coordinator's answer; for a run that is over, the answer from its journal."""
     from pliant.ui import offline_status
 
     try:
@@ -327,10 +327,10 @@ def _asked(path: str, directory: Path | None, address: str, token_file: Path | N
 
 
 def _show_events(found: list[dict[str, Any]], shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Print those not shown yet; the coordinator keeps only the last ones, so their number says nothing."""
+    """Print the events not shown yet. They are compared, not counted: the coordinator keeps only the last ones."""
     for event in found:
         if event not in shown:
-            # The journal of a run that is over does not say when.
+            # The journal of a run that is over has no time for most events.
             clock = time.strftime("%H:%M:%S", time.localtime(event["unix_s"])) if event["unix_s"] else "        "
             print(f"{clock}  {event['kind']:<10} {event['worker']:<6} {event['text']}", flush=True)
     return found

@@ -1,11 +1,11 @@
-"""Everything at a glance: unequal workers train one model, by Pliant and by plain DDP.
+"""``pliant demo``: unequal workers train one model, with Pliant and with plain DDP.
 
-Question  What does it change that nobody waits?
+Question  How much faster is training if no worker waits for slower ones?
 Holds     Both train the same model on the same data with the same batch for the same epochs, on four emulated
-          devices. Every figure but the pace, which is set, is measured. No process is left behind; traffic stays on
+          devices. All figures are measured, except the pace, which is set. No process is left behind; traffic stays on
           loopback.
-Source    Harvest: DESIGN and issue of the spine. Here it is the group's samples/s over the sum of what each worker
-          manages in the time it does not wait, both measured in the same run.
+Source    ours. Harvest: the group's samples/s, divided by the sum of the workers' own speeds during the time in which
+          they do not wait, both measured in the same run.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from pliant.ui import progress
 
 PACES = (1.0, 1.0, 0.5, 0.25)
 DEVICE = 1 / 3
-"""A device of pace 1 is a third of a core: all four then need one core together, so that on two cores, even if they
-are not idle, the speeds are the devices' and not the scheduler's."""
+"""A device of pace 1 is a third of a core. All four then need about one core together, so that on two cores, even if
+they are not idle, the emulated devices limit the speed and not the scheduler."""
 EPOCHS = 8
 MORE_EPOCHS = 20
-"""after the measured ones, at most: a worker dies, and an epoch after it is back the demo ends"""
+"""Most epochs after the measured ones: a worker is killed, and the demo ends an epoch after it is back."""
 VICTIM = 1
 BATCH = 128
 SIZE = 16
 LOOK_S = 0.1
 PLAIN_EVERY_S = 5.0
-"""as in ``ui.progress``"""
+"""As in ``ui.progress``."""
 REPLAYED = 20
-"""rounds, at the end"""
+"""Rounds that are replayed at the end."""
 GIVE_UP_S = 120.0
 """DDP takes a quarter of this on two cores."""
 INTERRUPTED = 130
-"""the exit status of a program ended by Ctrl-C"""
+"""Exit status of a program ended by Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one worker did: its samples, the time it computed, and the time it waited."""
+    """One worker's samples, the time it computed, and the time it waited."""
 
     samples: int
     busy_s: float
@@ -69,7 +69,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a system made of the devices."""
+    """What a system achieved on the devices."""
 
     shares: list[Share]
     trained_s: float
@@ -85,7 +85,7 @@ class Result:
 
 
 def main() -> int:
-    """Show the demo; the exit status."""
+    """Run the demo; returns the exit status."""
     console = Console(highlight=False)
     paces = ", ".join(f"{pace:g}" for pace in PACES)
     console.print(f"Four workers of paces {paces} train a small CNN on digits, batch {BATCH}.")
@@ -120,9 +120,10 @@ def main() -> int:
 
 
 def replayed(directory: Path, results: Path) -> str:
-    """Compute the beginning of Pliant's run again on one process, from its journal and its script: how near it comes.
+    """Compute the first rounds of Pliant's run again in one process, and return how well they agree, in words.
 
-    In float32 the order of sums shows, and grows from round to round; in float64 a whole run agrees to 1e-9.
+    In float32 the order of sums makes a difference that grows from round to round; in float64 a whole run agrees to
+    1e-9.
     """
     script = str(Path(__file__).with_name("demo_train.py"))
     command = [sys.executable, "-c", "from pliant.ui.cli import main; main()", "replay", "--json"]
@@ -147,7 +148,7 @@ def replayed(directory: Path, results: Path) -> str:
 
 
 def _write_digits(results: Path) -> None:
-    """Put the data where the scripts read it: importing scikit-learn costs each process 1 s of CPU."""
+    """Write the data to a file for the scripts: importing scikit-learn would cost each process 1 s of CPU."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -162,7 +163,7 @@ def _scripts_arguments(results: Path) -> tuple[str, ...]:
 
 
 def _own_arguments(results: Path) -> tuple[str, ...]:
-    """Those of Pliant's script."""
+    """The arguments of Pliant's script."""
     return (*_scripts_arguments(results), "--more", str(MORE_EPOCHS), "--victim", f"w{VICTIM}")
 
 
@@ -185,7 +186,7 @@ def _records(directory: Path) -> list[journal.Record]:
 def pliant_result(records: Sequence[journal.Record], results: Path) -> Result:
     """Samples and busy time of the measured epochs from the journal; idle is the rest of the time in their loops.
 
-    A device is who works on it: on a very busy machine a worker may be lost here too, and its successor goes on.
+    Figures are per slot: on a very busy machine a worker may be lost here, too, and its successor goes on.
     """
     rosters = {r.era: r.roster for r in records if isinstance(r, journal.EraRecord)}
     measured = {r.phase for r in records if isinstance(r, journal.PhaseRecord) and r.epoch < EPOCHS}
@@ -202,12 +203,12 @@ def pliant_result(records: Sequence[journal.Record], results: Path) -> Result:
 
 
 def _place(worker: str) -> int:
-    """Its device: w3 and, started in its place, w3.2 have the fourth."""
+    """The index of a worker's device: w3 and its successor w3.2 have the fourth."""
     return int(worker.removeprefix("w").partition(".")[0])
 
 
 def changes_of(records: Sequence[journal.Record], updates: Sequence[tuple[float, int]]) -> list[str]:
-    """One line for every change of the roster: who, and how long the next update took to come."""
+    """One line for every change of the roster: which workers, and how long the next update took."""
     gaps = [(later[0] - earlier[0], earlier[1], later[1]) for earlier, later in itertools.pairwise(updates)]
     usual_s = statistics.median([gap for gap, before, after in gaps if before == after] or [0.0])
     eras = [record for record in records if isinstance(record, journal.EraRecord)]
@@ -222,7 +223,7 @@ def changes_of(records: Sequence[journal.Record], updates: Sequence[tuple[float,
 
 
 def ddp_result(results: Path) -> Result:
-    """Run DDP with one process per device and collect what each measured."""
+    """Run DDP with one process per device and collect their measurements."""
     with _started(results) as processes:
         _follow(processes, results)
     figures = [_figures(results / f"ddp-{place}.json") for place in range(len(PACES))]
@@ -239,9 +240,9 @@ def _figures(path: Path) -> dict[str, float]:
 
 @contextmanager
 def _started(results: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """DDP's processes, each with its own group; all ended on leaving."""
+    """DDP's processes, each in its own process group; all are killed at the end of the ``with``."""
     processes: list[subprocess.Popen[bytes]] = []
-    # ``child`` ties their life to this process, should it be killed without a chance to clean up.
+    # ``child`` ends them with this process, even if that is killed.
     python = [sys.executable, child.__file__, str(os.getpid()), sys.executable]
     try:
         for place, pace in enumerate(PACES):
@@ -260,7 +261,7 @@ def _started(results: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def _follow(processes: Sequence[subprocess.Popen[bytes]], results: Path) -> None:
-    """Show how far DDP is until all processes have ended."""
+    """Show DDP's progress until all processes have ended."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     ends_s = time.monotonic() + GIVE_UP_S
     shown_s = float("-inf")
@@ -284,7 +285,7 @@ def _follow(processes: Sequence[subprocess.Popen[bytes]], results: Path) -> None
 
 
 def _ddp_status(figures: dict[str, Any]) -> Status:
-    """How far DDP is, in the words of the progress line."""
+    """DDP's progress as a status for the progress line."""
     return Status(
         job="ddp",
         era=1,
@@ -300,7 +301,7 @@ def _ddp_status(figures: dict[str, Any]) -> Status:
 
 
 def show(console: Console, pliant: Result, ddp: Result) -> None:
-    """The table: each worker, then all of them."""
+    """Print the tables: each worker, then all together."""
     workers = Table("worker", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("pace", "Pliant:\nshare", "samples", "idle", "DDP:\nshare", "samples", "idle"):
         workers.add_column(name, justify="right", vertical="bottom", no_wrap=True)
@@ -316,7 +317,7 @@ def show(console: Console, pliant: Result, ddp: Result) -> None:
     whole.add_row("accuracy", f"{pliant.accuracy:.3f}", f"{ddp.accuracy:.3f}")
     console.print(whole)
     console.print("Harvest: samples/s of the group over the sum of the workers' own speeds (samples")
-    console.print("over the time in which they did not wait). At 1 nobody ever waits.")
+    console.print("over the time in which they did not wait). At 1 no worker ever waits.")
 
 
 def _cells(result: Result, place: int) -> tuple[str, str, str]:

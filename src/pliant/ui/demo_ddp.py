@@ -1,10 +1,10 @@
-"""The rival of the demo: the same training by torch's DistributedDataParallel, equal shares.
+"""The demo's baseline: the same training by torch's DistributedDataParallel, with equal shares.
 
-Question  What does DDP make of the same unequal workers?
-Holds     The device is emulated as ``pliant run --pace`` does it: after each micro-batch a sleep in proportion to its
+Question  How fast is DDP on the same unequal workers?
+Holds     The device is emulated as by ``pliant run --pace``: after each micro-batch a sleep in proportion to its
           thread CPU time. In the last micro-batch of a step the sleep comes before the gradients are sent, where a
           slower device would be late. Waiting is the time from then until the sum is there. No ``annotations``
-          import here: DDP looks at the types of its hook.
+          import here: DDP inspects the types of its hook.
 Source    torch.nn.parallel.DistributedDataParallel; gloo over loopback.
 """
 
@@ -29,11 +29,11 @@ from pliant.ui.demo_model import TESTED_ON, correct, digits, network, options
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 GIVE_UP = timedelta(seconds=60)
-"""Far above any wait of the demo; without it a lost process would hang the others for half an hour."""
+"""Far above any wait of the demo; without it a lost process would block the others for half an hour."""
 
 
 class Device:
-    """An emulated device: its slowness, and what the worker spent waiting for others."""
+    """An emulated device, with the time that the worker spent waiting for others."""
 
     def __init__(self, pace: float) -> None:
         self.waited_s = 0.0
@@ -46,11 +46,11 @@ class Device:
         self._started_cpu_s = time.thread_time()
 
     def slow_down(self) -> None:
-        """A micro-batch is computed: take as long as the device would."""
+        """A micro-batch is computed: sleep until the emulated device would be done."""
         time.sleep(self._slowdown * (time.thread_time() - self._started_cpu_s))
 
     def send(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """A DDP hook, called when the gradients are there; the model is small enough for one bucket."""
+        """A DDP communication hook, called when the gradients are there; the model fits into one bucket."""
         self.slow_down()
         self._sent_s = time.perf_counter()
         assert dist.group.WORLD is not None
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--place", type=int, required=True)
     wanted = parser.parse_args()
     results = Path(wanted.results)
-    # gloo reads it; a write only, so that no address but the loopback's is ever used.
+    # gloo reads this: only the loopback address is used.
     os.putenv("GLOO_SOCKET_IFNAME", LOOPBACK)
     dist.init_process_group(
         "gloo",

@@ -1,7 +1,7 @@
-"""What both halves of the demo train: a small CNN on scikit-learn's digits.
+"""The demo's model and data: a small CNN on scikit-learn's digits.
 
-Question  Which data, model and optimizer do Pliant and DDP share, so that nothing but the sharing of work differs?
-Holds     The same split and the same first weights in every process. One thread per worker: the emulation of a slower
+Question  Which data, model and optimizer do Pliant and DDP share, so that only the sharing of work differs?
+Holds     The same split and the same initial weights in every process. One thread per worker: the emulation of a slower
           device counts the CPU time of the thread that trains.
 """
 
@@ -20,7 +20,7 @@ TESTED_ON = 297
 
 
 def options() -> argparse.ArgumentParser:
-    """What the demo tells its training scripts."""
+    """The options that the demo passes to its training scripts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True)
@@ -44,7 +44,7 @@ def network() -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model, 4 ms of CPU per micro-batch of 16 here, and its optimizer; the same weights in every process."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    # Without BatchNorm: DDP would broadcast its statistics before every forward, one wait more.
+    # Without BatchNorm: DDP would broadcast its statistics before every forward pass, which is one more wait.
     model = nn.Sequential(
         *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 4 * 4, 10)),
@@ -53,6 +53,6 @@ def network() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def correct(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
-    """Images told right, and images."""
+    """(number of correctly classified images, number of images)."""
     images, labels = batch
     return (model(images).argmax(1) == labels).sum(), len(labels)

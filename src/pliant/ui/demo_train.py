@@ -1,8 +1,8 @@
-"""The demo's training script: any script for Pliant looks like this one.
+"""The demo's training script, an ordinary script for Pliant.
 
-Question  What does Pliant make of unequal workers, and of one that dies?
-Holds     Leaves, per worker, the seconds its loops over ``batches`` took; all other figures are in the journal. After
-          the measured epochs one worker kills itself; the leader notes when it made which update.
+Question  How fast does Pliant train with unequal workers, and how does it recover from the death of one?
+Holds     Each worker writes the seconds its loops over ``batches`` took; all other figures are in the journal. After
+          the measured epochs one worker kills itself; the leader writes the time of each update.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
             trained_s += time.perf_counter() - start_s
             accuracy = run.evaluate(lambda batch: correct(model, batch), test_set, size=wanted.size)
-            # Equal on all workers at an epoch's end; a newcomer that passes over past epochs is alone as yet.
+            # Equal on all workers at an epoch's end. A newcomer that skips past epochs is not in the group yet.
             if epoch > wanted.epochs and len(run.roster) == wanted.workers:
                 # One whole epoch more, with updates after the return; a newcomer is given this number.
                 run.state["complete"] += 1

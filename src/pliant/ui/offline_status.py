@@ -1,8 +1,8 @@
-"""What can still be told of a run when nobody answers any more.
+"""Status and events of a run whose coordinator does not answer any more.
 
-Question  How did a run go, and what happened in it, as far as its journal says?
-Holds     Everything is read from the run directory. Eras say when they began, and what led to them; of other things the
-          journal does not know the time.
+Question  How did a run end, and which events were there, as far as its journal shows?
+Holds     Everything is read from the run directory. Era records have a time, and the changes of workers before them;
+          for other events the journal has no time.
 Source    ours.
 """
 
@@ -19,7 +19,7 @@ from pliant.launch.run_directory import JOURNAL
 
 
 def told(question: str, directory: Path) -> bytes | None:
-    """The answer to ``/status`` or ``/events`` as JSON; None where there is no journal."""
+    """The answer to ``/status`` or ``/events`` as JSON; None if there is no journal."""
     path = directory / JOURNAL
     if not path.is_file():
         return None
@@ -61,7 +61,7 @@ def _happenings(path: Path) -> Iterator[dict[str, object]]:
 
 
 def _changes(record: journal.EraRecord, roster: list[str]) -> Iterator[dict[str, object]]:
-    """Who came and went before this era; where the journal does not say why, what the rosters tell."""
+    """The changes of workers before this era; those without a journaled reason follow from the rosters."""
     for change in record.changes:
         yield _happening(change.kind, change.text, change.worker, change.unix_s)
     told = {change.worker for change in record.changes}

@@ -1,9 +1,9 @@
-"""The one line that shows how a run is getting on.
+"""The progress line of a run.
 
-Question  What does a person want to know at a glance, and where does the workers' output go meanwhile?
+Question  What does a user want to see at a glance, and where is the workers' output printed meanwhile?
 Holds     On a terminal the line stays below all output and is never torn. Elsewhere a plain line is written
-          every few seconds, at each epoch's end and at each evaluation. Standard output carries nothing but
-          the workers' own.
+          every few seconds, at each epoch's end and at each evaluation. Standard output carries only the workers'
+          own output.
 Source    ours.
 """
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 PLAIN_EVERY_S = 5.0
-"""How often a log gets a line: often enough to see life, seldom enough to read on."""
+"""Interval of lines in a log: short enough to see progress, long enough to stay readable."""
 
 REDRAW_S = 0.1
 
 TRAINING = ("training", "finished")
 CHANGING = ("starting", "waiting", "unreachable", "restarting", "leaving")
 GONE = ("left", "failed", "ended")
-"""The words of ``coordinator.convert`` for what a worker is doing."""
+"""The words of ``coordinator.convert`` for a worker's state."""
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 def line(status: Status) -> str:
-    """The run in one line."""
+    """A run's status in one line."""
     if status.era == 0:
         expected = [worker.state for worker in status.workers if worker.state not in GONE]
         return f"{expected.count('waiting')} of {len(expected)} workers are ready"
@@ -66,7 +66,7 @@ def line(status: Status) -> str:
 
 
 def summary(status: Status, elapsed_s: float) -> str:
-    """The whole run in one line."""
+    """A finished run in one line."""
     parts = [f"{status.samples_total:,} samples in {status.rounds:,} rounds and {duration(elapsed_s)}"]
     if status.skipped:
         parts.append(f"{status.skipped} skipped")
@@ -78,14 +78,14 @@ def summary(status: Status, elapsed_s: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a clock shows them."""
+    """Seconds as h:mm:ss or m:ss."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _workers(status: Status) -> str:
-    """Who computes; then who is about to come or go."""
+    """How many workers compute, and how many are about to join or leave."""
     states = [worker.state for worker in status.workers]
     parts = [f"{sum(state in TRAINING for state in states)} workers"]
     if status.spares:
@@ -107,7 +107,7 @@ class Terminal:
         self._stdout = stdout or sys.stdout
         self._stderr = stderr or sys.stderr
         if isinstance(self._stdout, io.TextIOWrapper):
-            # What a worker prints must not end the run, whatever this terminal can show.
+            # Characters that this terminal cannot show must not end the run.
             self._stdout.reconfigure(errors="replace")
         self._console = Console(file=self._stderr, highlight=False, soft_wrap=True)
         self._live: Live | None = None
@@ -131,7 +131,7 @@ class Terminal:
             self._live.start()
 
     def output(self, worker: str, text: str, stream: Stream) -> None:
-        """One line of a worker."""
+        """Print one line of a worker's output."""
         target = self._stdout if stream == "stdout" else self._stderr
         if self._live is not None and target.isatty():
             self._console.print(_prefixed(worker, text))
@@ -140,15 +140,15 @@ class Terminal:
             target.write(f"[{worker}] {text}\n")
             target.flush()
         except BrokenPipeError:
-            # The reader went away; the logs still have everything.
+            # The reader has closed the pipe; the logs still have everything.
             pass
 
     def note(self, text: str) -> None:
-        """One line of Pliant's own."""
+        """Print one line from Pliant itself."""
         self._console.print(Text(f"pliant: {text}"))
 
     def progress(self, status: Status) -> None:
-        """How far the run is; called often."""
+        """Show the run's progress; called often."""
         now_s = time.monotonic()
         if self._live is not None:
             if now_s - self._drawn_s >= REDRAW_S:
@@ -180,7 +180,7 @@ def _near(path: Path) -> Path:
 
 
 def _prefixed(worker: str, text: str) -> Text:
-    # A worker's later incarnations (w2.3) have the colour of its slot.
+    # All workers of a slot (w2, w2.3) have the same colour.
     digits = "".join(letter for letter in worker.partition(".")[0] if letter.isdigit())
     colour = _COLOURS[int(digits or 0) % len(_COLOURS)]
     return Text.assemble((f"[{worker}] ", colour), Text.from_ansi(text))

@@ -1,6 +1,6 @@
-"""``pliant replay``: the script once more, with the journal in the place of the workers.
+"""``pliant replay``: run the script again, with the journal instead of workers.
 
-Question  Which run, which script, how far; and what is said in the end?
+Question  How is a recorded run replayed from the command line, and what is printed?
 Holds     The script runs as ``__main__`` with its arguments, in this process. A script, arguments or settings that are
           not those of the run are refused by name before anything is computed.
 Source    docs/design/0012-replay.md, docs/guide/replay.md.
@@ -34,9 +34,9 @@ def replay(
     until: int | None = None,
     weights: Path | None = None,
 ) -> Findings:
-    """Compute the run in the journal at ``path`` again, up to round ``until``; ``weights``: to be compared with.
+    """Compute the run in the journal at ``path`` again, up to round ``until``.
 
-    ``since``: beginning with the last checkpoint up to that round.
+    ``since``: start from the last checkpoint up to that round. ``weights``: the file to compare the final weights with.
     """
     with path.open("rb") as lines:
         # A line torn by a crash ends the journal of a run that was cut off.
@@ -64,7 +64,7 @@ def _compare_script(run: RunRecord, script: Path, arguments: Sequence[str]) -> N
 
 
 def _execute(script: Path, arguments: Sequence[str], enroll: Any) -> None:
-    """Run the script as python would; its ``join`` finds the journal instead of a job."""
+    """Run the script as python would; its ``join`` connects to the journal instead of a job."""
     before, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
@@ -87,14 +87,14 @@ def _execute(script: Path, arguments: Sequence[str], enroll: Any) -> None:
                     ) from None
             if not joined:
                 raise UsageError(f"{script} never calls pliant.join: there is nothing to replay")
-            # A script without a with block.
+            # For a script that calls ``join`` without a ``with`` block.
             joined[0].finish()
     finally:
         sys.argv, sys.path[:] = before, path
 
 
 def text(findings: Findings) -> list[str]:
-    """What there is to say, the verdict last."""
+    """The findings in lines, the verdict last."""
     kind = "float64" if findings.exact else "shorter than float64"
     lines = [
         f"rounds: {findings.rounds}, {_from(findings)}up to round {findings.last_round}",
@@ -132,5 +132,5 @@ def _where(difference: Difference) -> str:
 
 
 def as_json(findings: Findings) -> dict[str, Any]:
-    """The same for programs."""
+    """The findings for programs."""
     return {**asdict(findings), "agrees": findings.agrees}

@@ -1,1 +1,1 @@
-"""core.membership: Who takes part in the run now, and what is the coordinator to do next?"""
+"""core.membership: Which workers take part in the run now, and what does the coordinator do next?"""

@@ -1,9 +1,9 @@
-"""Who may come in.
+"""Which workers and launchers are admitted.
 
-Question  Whose connection speaks for which worker or launcher, under which name, and who is refused?
-Holds     Names are given only here and never twice. A worker that goes on keeps its name and its place; one whose name
-          is gone may come back as a newcomer; one that differs from the run is refused in one line, and the run goes
-          on. Every arrival is answered.
+Question  Which worker or launcher does a new connection speak for, under which name, or is it refused?
+Holds     Names are given only here and never twice. A worker that reconnects keeps its name and its index; one whose
+          name is gone may come back as a newcomer; one that differs from the run is refused in one line, and the run
+          goes on. Every arrival is answered.
 Source    ours; docs/protocol.md, docs/design/0007-elastic.md.
 """
 
@@ -61,7 +61,7 @@ from pliant.core.membership.roster import (
 from pliant.types import WorkerId
 
 RUN = WorkerId("the run")
-"""Stands for the members in a line about what differs."""
+"""Stands for the members in a message about a difference."""
 
 
 def arrived(state: Roster, event: Arrived, now_s: float) -> Step:
@@ -95,7 +95,7 @@ def arrived(state: Roster, event: Arrived, now_s: float) -> Step:
 
 
 def turned_away(state: Roster, slot: Slot, peer: int, reason: str, now_s: float) -> Step:
-    """Refuse what no restart can mend. Before the first era that ends the run."""
+    """Refuse a worker that no restart can fix. Before the first era this ends the run."""
     state, effects = given_up(state, slot, reason, now_s, status=1)
     return state, (Refuse(peer, reason), *effects)
 
@@ -109,7 +109,7 @@ def _newcomer(state: Roster, slot: Slot, event: Arrived, now_s: float) -> Step:
     effects: tuple[Effect, ...] = ()
     present = worker_in(state, slot.name)
     if present is not None:
-        # Its connection is closed, or was an old one of the same process: this one takes its place.
+        # Its connection is closed, or is an old one of the same process: the new one replaces it.
         state, effects = liveness.lose(state, present, "was lost (it came back as a newcomer)", now_s)
     slot = slot_of(state, slot.name) or slot
     number = slot.names + 1
@@ -121,7 +121,7 @@ def _newcomer(state: Roster, slot: Slot, event: Arrived, now_s: float) -> Step:
 
 
 def _objection(state: Roster, slot: Slot) -> str | None:
-    """Why nobody new can come from this slot."""
+    """Why no newcomer can come from this slot; None: one can."""
     present = worker_in(state, slot.name)
     if slot.fate in (SlotOutcome.FINISHED, SlotOutcome.LEFT):
         return f"{slot.name} has already left this run; call pliant.join once per script"
@@ -135,10 +135,10 @@ def _objection(state: Roster, slot: Slot) -> str | None:
 
 
 def _gone_on(state: Roster, slot: Slot, event: Arrived, now_s: float, trusting: bool) -> Step:
-    """A worker lost its connection, or its coordinator, and goes on."""
+    """A worker reconnects after it lost its connection or its coordinator."""
     worker = worker_of(state, event.worker)
     finishing = isinstance(state.stage, Finishing)
-    # At the end only a member has anything to say.
+    # When the run is finishing, only a member is believed.
     if worker is None and trusting and not (finishing and event.era == 0) and _is_credible(state, slot, event):
         worker = _taken_at_its_word(event, now_s)
         before = worker_in(state, slot.name)
@@ -167,14 +167,14 @@ def _gone_on(state: Roster, slot: Slot, event: Arrived, now_s: float, trusting: 
 
 
 def _succeeds(slot: Slot, present: SlotWorker, event: Arrived) -> bool:
-    """Whether it came after one that only the journal knows, in an era that did not come to be written down."""
+    """Whether it succeeds ``present``, a worker known only from the journal, in an era that was not journaled."""
     era = present.standing.era if isinstance(present.standing, EraMember) else 0
     later = slot_part(event.worker)[1] > slot_part(present.name)[1] and event.era > era
     return later and slot.inherited and not isinstance(present.line, Connected)
 
 
 def _is_credible(state: Roster, slot: Slot, event: Arrived) -> bool:
-    """Whether a new coordinator may believe it: it does not know better."""
+    """Whether a new coordinator may believe it, because nothing it knows contradicts."""
     present = worker_in(state, slot.name)
     known = present is not None and not _succeeds(slot, present, event)
     if known or event.worker in state.ghosts or slot_part(event.worker)[0] != slot.name:
@@ -193,7 +193,7 @@ def _taken_at_its_word(event: Arrived, now_s: float) -> SlotWorker:
 
 
 def offered(state: Roster, worker: SlotWorker, event: JoinRequested, now_s: float) -> Step:
-    """A worker wants to be in the next era."""
+    """A worker asks to be in the next era."""
     if not isinstance(worker.standing, Greeted | Waiting) or not isinstance(worker.line, Connected):
         return state, ()
     slot = slot_of(state, worker.slot)
@@ -213,7 +213,7 @@ def offered(state: Roster, worker: SlotWorker, event: JoinRequested, now_s: floa
     if isinstance(worker.standing, Waiting):
         waiting = replace(worker.standing, terms=event.terms, address=event.address)
         return with_worker(state, replace(worker, standing=waiting)), ()
-    # Behind all who were ready before: that is the order in which they are taken in.
+    # After all that were ready before: workers are admitted in this order.
     rest = tuple(other for other in state.workers if other.name != worker.name)
     ready = replace(worker, standing=Waiting(event.terms, event.address))
     return replace(state, workers=(*rest, ready)), ()
@@ -255,7 +255,7 @@ def agent_arrived(state: Roster, event: AgentArrived, now_s: float) -> Step:
 
 
 def _with_slots_of(state: Roster, agent: AgentId, event: AgentArrived, now_s: float) -> Roster:
-    """The state with the slots that a launcher brings along or has lost."""
+    """The state with the slots that a launcher reports, and without those that it no longer has."""
     for name in event.slots:
         slot = slot_of(state, name)
         if slot is None:
@@ -265,7 +265,7 @@ def _with_slots_of(state: Roster, agent: AgentId, event: AgentArrived, now_s: fl
     for slot in state.slots:
         missing = slot.agent == agent and slot.name not in event.slots
         if missing and event.agent and isinstance(slot.process, Alive):
-            # It was never told to start it, or does not know how it ended.
+            # The launcher was never told to start this process, or does not know how it ended.
             process = Ending(shutdown.QUIET_EXIT, now_s, greeted=True, error="")
             state = with_slot(state, replace(slot, process=process))
     return state

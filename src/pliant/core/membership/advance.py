@@ -1,11 +1,11 @@
-"""Who takes part in a run, when eras start and when it is over.
+"""The coordinator's decisions: who takes part in a run, when eras start, and when the run is over.
 
-Question  Given what happened so far, what is to be done?
-Holds     One event in, one new state and a list of effects out; no clock and no chance but what is passed in. Every
-          event is taken first, then everything that follows from the state and the time is judged, in one order.
+Question  Given the state and an event, what is the next state, and what does the coordinator do?
+Holds     One event in, one new state and a list of effects out; the time is passed in, and there are no random numbers.
+          The event is applied first. Then everything that follows from state and time is judged, in a fixed order.
 Source    ours; docs/protocol.md, docs/design/0007-elastic.md. The parts: ``admission`` (who may come in), ``liveness``
-          (who is lost), ``processes`` (which there are to be), ``eras`` (which era comes next), ``reports``
-          (where members are, as they say), ``failed_formations`` (eras that cannot be formed), ``shutdown``.
+          (who is lost), ``processes`` (which ones are started and ended), ``eras`` (which era comes next), ``reports``
+          (what members say about themselves), ``failed_formations`` (eras that cannot be formed), ``shutdown``.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def gathered(rules: Rules, term: int, dead_after_s: float, now_s: float) -> Rost
 def resumed(
     rules: Rules, term: int, dead_after_s: float, now_s: float, era: int, roster: Sequence[WorkerId], settled: int
 ) -> Roster:
-    """The state of a coordinator that takes a lost one's place; era, roster and rounds are from the journal."""
+    """The state of a coordinator that replaces a lost one. ``era``, ``roster`` and ``settled`` are from the journal."""
     until_s = now_s + dead_after_s
     state = Roster(rules, term, now_s, dead_after_s, heard_s=now_s, patient_until_s=until_s, trusting_until_s=until_s)
     for name in roster:
@@ -101,14 +101,14 @@ def resumed(
         member = EraMember("", now_s, era=era, active=True, progress_s=now_s)
         state = with_worker(state, SlotWorker(name, slot, 0, Disconnected(now_s), member, now_s))
     if era > 0:
-        # Nothing that a member says of itself is out of date: it has just found this coordinator.
+        # No report is out of date (floor 0): members have just found this coordinator.
         state = replace(state, stage=Running(), course=Steady(era, 0), last_era=era)
     last_slot = max((processes.number_of(slot.name) for slot in state.slots), default=-1)
     return replace(state, settled=settled, last_slot=last_slot, last_agent=0 if era > 0 else -1)
 
 
 def rewound(state: Roster) -> Roster:
-    """The state of a coordinator that comes after everybody else is gone: the run goes on from its last checkpoint."""
+    """The state of a coordinator that resumes a run without workers: the run goes on from its last checkpoint."""
     fresh = gathered(state.rules, state.term, state.dead_after_s, state.started_s)
     return replace(
         fresh,
@@ -120,27 +120,27 @@ def rewound(state: Roster) -> Roster:
 
 
 def finishing(state: Roster, now_s: float) -> Roster:
-    """The state of a coordinator whose predecessor has heard that a worker came to its end."""
+    """The state of a coordinator whose predecessor was told that a worker finished its script."""
     return replace(state, stage=Finishing(now_s)) if isinstance(state.stage, Running) else state
 
 
 def ended(state: Roster, reason: str, *, completed: bool, exit_status: int) -> Roster:
-    """The run was over already: whoever asks is told so."""
+    """The state of a run that was over already: every worker that connects is told so."""
     return replace(state, stage=RunOver(reason, completed, exit_status))
 
 
 def heard(state: Roster, beats: Sequence[tuple[Heartbeat, float]]) -> Roster:
-    """The state after these signs of life, in their order, each with its time.
+    """The state after these heartbeats, in their order, each with its time.
 
-    Nothing is judged: ``advance`` does that with the next event. One pass for all: what a beat costs does not depend on
-    how many workers there are.
+    Nothing is judged: ``advance`` does that with the next event. All are applied in one pass, so that the cost of a
+    heartbeat does not depend on the number of workers.
     """
     if not beats or isinstance(state.stage, RunOver):
         return state
     by_worker: dict[WorkerId, list[tuple[Heartbeat, float]]] = {}
     for beat, now_s in beats:
         by_worker.setdefault(beat.worker, []).append((beat, now_s))
-    # What it held in an era before the present one says nothing: it may have been behind.
+    # What a member held in an era before the one being formed does not count: it may have been behind.
     present = state.course.start.era if isinstance(state.course, EraForming) else None
     workers: list[SlotWorker] = []
     settled = state.settled
@@ -148,22 +148,22 @@ def heard(state: Roster, beats: Sequence[tuple[Heartbeat, float]]) -> Roster:
         for beat, now_s in by_worker.get(worker.name, ()):
             worker = _beaten(worker, beat, present, now_s)
             if isinstance(worker.standing, EraMember):
-                # A round is an exchange: who has applied one holds a state that a new start would lose.
+                # A round is an exchange: a member that has applied one holds a state that a new start would lose.
                 settled = max(settled, min(beat.round, 1))
         workers.append(worker)
     return replace(state, workers=tuple(workers), settled=settled)
 
 
 def advance(state: Roster, event: Event, now_s: float) -> Step:
-    """What the event changes and what is to be done about it. Times are any monotonic clock's."""
+    """The state after the event, and the effects to carry out. ``now_s`` is of any monotonic clock."""
     if isinstance(state.stage, RunOver):
         return state, _farewell(event, state.stage)
     if now_s - state.heard_s > state.dead_after_s / 2:
-        # The coordinator itself was asleep: what it did not hear meanwhile proves nothing.
+        # The coordinator itself was suspended: silence during that time proves nothing.
         until_s = now_s + state.dead_after_s
         state = replace(state, patient_until_s=max(state.patient_until_s, until_s))
         if state.heard_s < state.trusting_until_s:
-            # It had not found out yet who there is.
+            # It does not know all workers yet.
             state = replace(state, trusting_until_s=max(state.trusting_until_s, until_s))
     state = replace(state, heard_s=now_s)
     state, effects = _take(state, event, now_s)
@@ -220,7 +220,7 @@ def _take(state: Roster, event: Event, now_s: float) -> Step:
 
 
 def _admitted(state: Roster, now_s: float) -> Step:
-    """Let in the launchers that a new coordinator let wait."""
+    """Admit the launchers that had to wait for a new coordinator."""
     effects: tuple[Effect, ...] = ()
     if now_s >= state.trusting_until_s:
         held, state = state.held, replace(state, held=())
@@ -257,11 +257,11 @@ def _told(state: Roster, worker: SlotWorker, event: OfWorker, now_s: float) -> S
 
 
 def _beaten(worker: SlotWorker, beat: Heartbeat, present: int | None, now_s: float) -> SlotWorker:
-    """The worker after a sign of life; ``present`` is the era that is being formed, if one is."""
+    """The worker after a heartbeat; ``present`` is the era that is being formed, if one is."""
     member = worker.standing
     if not isinstance(member, EraMember):
         return replace(worker, heard_s=now_s)
-    # What it held in an era before the present one says nothing: it may have been behind.
+    # What it held in an era before the present one does not count: it may have been behind.
     tells = beat.active is not None and (beat.era is None or beat.era >= (present or member.era))
     member = replace(
         member,
@@ -281,7 +281,7 @@ def _beaten(worker: SlotWorker, beat: Heartbeat, present: int | None, now_s: flo
 
 
 def _is_where_it_was(member: EraMember, beat: Heartbeat) -> bool:
-    """Whether its main loop has not moved since it was heard last."""
+    """Whether its main loop has made no progress since the last heartbeat."""
     return beat.progress == member.progress and beat.waiting == member.waiting
 
 
@@ -304,7 +304,7 @@ def _leaving(state: Roster, worker: SlotWorker, reason: str, now_s: float) -> St
 
 
 def _failed(state: Roster, worker: SlotWorker, event: Failed, now_s: float) -> Step:
-    """A worker cannot go on; the others can, unless it is an error that all make alike."""
+    """A worker cannot go on; the others can, unless the error is one that all workers have."""
     slot = slot_of(state, worker.slot)
     assert slot is not None
     peer = worker.line.peer if isinstance(worker.line, Connected) else None
@@ -314,7 +314,7 @@ def _failed(state: Roster, worker: SlotWorker, event: Failed, now_s: float) -> S
     state, effects = liveness.lose(state, silent, f"failed ({event.reason})", now_s, kind="failed")
     reason = event.reason if event.reason.startswith(worker.name) else f"{worker.name} failed: {event.reason}"
     if event.own:
-        # One line says it all.
+        # The note of the slot given up says it all.
         effects = tuple(effect for effect in effects if not isinstance(effect, Note))
         now = slot_of(state, worker.slot)
         assert now is not None
@@ -323,7 +323,7 @@ def _failed(state: Roster, worker: SlotWorker, event: Failed, now_s: float) -> S
             effects += more
     elif event.fatal:
         if state.last_era > 0 and not isinstance(worker.standing, EraMember | Departing):
-            # A newcomer that asks for something wrong is its own problem.
+            # A newcomer with a wrong request does not end the run.
             state, effects = processes.given_up(state, replace(slot, failure=event.reason), reason, now_s, status=1)
         else:
             state, effects = shutdown.stop(state, reason, now_s, culprit=slot.name)
@@ -331,7 +331,7 @@ def _failed(state: Roster, worker: SlotWorker, event: Failed, now_s: float) -> S
 
 
 def _finished(state: Roster, worker: SlotWorker, event: Finished, now_s: float) -> Step:
-    """A worker has left ``join`` in good order."""
+    """A worker has left ``join`` in an orderly way."""
     close = (Close(worker.line.peer),) if isinstance(worker.line, Connected) else ()
     if not isinstance(worker.standing, EraMember | Departing):
         if state.last_era == 0 and not event.left:
@@ -341,11 +341,11 @@ def _finished(state: Roster, worker: SlotWorker, event: Finished, now_s: float) 
     if not event.left:
         return shutdown.finished(state, worker, now_s)
     planned = isinstance(state.course, Planned) and worker.name not in state.course.plan.roster
-    # At the run's end all have handed in their last ticket: the others come to it without this one.
+    # At the run's end all have handed in their last ticket: the others reach it without this one.
     spared = planned or event.over
     state = shutdown.gone(state, worker, SlotOutcome.LEFT)
     if isinstance(worker.standing, EraMember) and not spared and not isinstance(state.course, Idle | Halting):
-        # Nobody had planned to do without it.
+        # No planned era is without it.
         state = replace(state, broken=f"{worker.name} left", last_loss=(f"{worker.name} left", None))
     return state, (*close, Note("left", f"{worker.name} left", worker.name))
 
@@ -363,7 +363,7 @@ def _interrupted(state: Roster, event: Interrupted, now_s: float) -> Step:
 
 
 def _going(state: Roster, name: AgentId, why: str, now_s: float) -> Step:
-    """All workers of a launcher are to leave."""
+    """Ask all workers of a launcher to leave."""
     agent = agent_of(state, name)
     if agent is None or agent.leaving or not _is_open(state):
         return state, ()

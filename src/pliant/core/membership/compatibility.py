@@ -1,9 +1,8 @@
 """What all workers of a group must have in common.
 
-Question  Can these workers train together: with the same software, on the same kind of device, the same model with the
-          same settings? If not, what differs?
-Holds     Workers with equal terms never differ; of unequal ones the first difference is named with both
-          values and both workers, in one line that says what to do.
+Question  Do these workers have the same software, kind of device, model and settings? If not, what differs?
+Holds     Workers with equal terms never differ. Otherwise the first difference is reported with both values and both
+          workers, in one line that says what to do.
 Source    ours; docs/protocol.md.
 """
 
@@ -20,17 +19,17 @@ Parameter = tuple[str, tuple[int, ...], str]
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """What one worker brings. ``parameters`` are in the optimizer's order, ``settings`` sorted by name."""
+    """What one worker has. ``parameters`` are in the optimizer's order, ``settings`` sorted by name."""
 
     version: str
     parameters: tuple[Parameter, ...]
     settings: tuple[tuple[str, str], ...]
     torch: str = ""
-    """major and minor version: groups of two of them may not form"""
+    """major and minor version: workers with different ones may not be able to form a group"""
     python: str = ""
-    """major and minor version: every worker makes the group's decisions itself, to the last bit"""
+    """major and minor version: all workers compute the group's decisions, and must get the same bits"""
     device: str = ""
-    """its kind: a sum on the host and one between GPUs never meet"""
+    """kind of device: a process group either sums on the host or between GPUs"""
 
 
 def difference(offers: Sequence[tuple[WorkerId, Terms]]) -> str | None:
@@ -74,7 +73,7 @@ def _software_difference(first: WorkerId, terms: Terms, other: WorkerId, others:
 
 
 def length_difference(first: WorkerId, length: int | None, other: WorkerId, others: int | None) -> str | None:
-    """How the datasets of one call differ; None if they agree, or if one is not known."""
+    """How the datasets of one call differ in length; None if they agree, or if a length is not known."""
     if length is None or others is None or length == others:
         return None
     return (

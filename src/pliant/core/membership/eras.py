@@ -1,10 +1,10 @@
 """Which era comes next.
 
-Question  When does an era start, who is in it, who hands the state on, and what ends it?
+Question  When does an era start, which workers are in it, which one is the donor of the state, and what ends it?
 Holds     Era and attempt numbers are given only here, only grow, and are never used twice. There is at most one planned
-          era. An era is started only when every member of the last one has stopped or is lost, from the state of one
-          that is furthest ahead, or one exchange behind where only such a one has the user's own state. The last worker
-          that holds the state is not let go while another still takes it over.
+          era. An unplanned era starts only when every member of the last one has stopped or is lost. Its donor is a
+          member that is furthest ahead, or one exchange behind if only such a member has the user's own state. The last
+          worker that holds the state may not leave while another one still fetches it.
 Source    ours; docs/design/0007-elastic.md.
 """
 
@@ -48,23 +48,23 @@ from pliant.core.membership.roster import (
 from pliant.types import WorkerId
 
 SUSPICION_S = 0.15
-"""After a failed collective the death that caused it is confirmed within this time, if there was one."""
+"""If a death caused a failed collective, it is confirmed within this time."""
 
 RELAPSES = 2
-"""A script that has failed so often again since the last checkpoint, with everything lost, will fail once more."""
+"""A script that has failed again this often since the last checkpoint, losing everything, will fail once more."""
 
 FRUITLESS_ERAS = 5
-"""So many eras in a row without an exchange may be a series of deaths; more are waited between."""
+"""This many eras in a row without an exchange may be a series of deaths; after them comes a pause between eras."""
 
 PAUSE_S = 0.1
 PAUSE_AT_MOST_S = 5.0
-"""Between fruitless eras, doubled every time."""
+"""Pause between fruitless eras, doubled every time."""
 
 ERAS_UNKNOWN = 100
-"""So many numbers a new coordinator passes over: eras that its predecessor started, and nobody entered."""
+"""How many era numbers a new coordinator skips: its predecessor may have started eras that no worker entered."""
 
 LEAVE_WAIT_S = 30.0
-"""How long the last workers wait for one that is on its way before they go and the run ends."""
+"""How long the last workers wait for one that is about to join before they leave and the run ends."""
 
 
 def moved(state: Roster, now_s: float) -> Step:
@@ -86,13 +86,13 @@ def _halted(state: Roster, now_s: float) -> Step:
         return state, ()
     to = tuple(worker.name for worker, _ in members_of(state))
     if isinstance(course, Planned):
-        # Who was still outside has nothing to stop, and nothing that anybody could lose.
+        # Newcomers that have not entered an era have nothing to stop and hold no state.
         for worker, member in members_of(state):
             if member.era == 0 and member.stopped_s is None:
                 outside = replace(member, stopped_s=now_s, exchange=0, active=False)
                 state = with_standing(state, worker, outside)
-    # Those who are left form their group while they finish what they are at; before its first era a new coordinator
-    # does not know which attempts there were.
+    # The remaining members form their group while they finish their present step. Before its first era a new
+    # coordinator does not know which attempt numbers were used.
     attempt = state.last_attempt + 1 if state.last_attempt and len(to) > 1 else 0
     course = Halting(state.last_era, course.floor, reason, now_s, attempt, to if attempt else ())
     state = replace(state, course=course, hearsay=False, last_attempt=max(state.last_attempt, attempt))
@@ -100,7 +100,7 @@ def _halted(state: Roster, now_s: float) -> Step:
 
 
 def _failure(state: Roster, now_s: float) -> str:
-    """Why members have stopped by themselves, if no loss explains it in time."""
+    """Why a member has stopped by itself, if no loss has explained it within ``SUSPICION_S``; empty if none has."""
     for worker, member in members_of(state):
         if member.stopped_s is not None and now_s - member.stopped_s >= SUSPICION_S:
             return f"{worker.name} could not go on with the others ({member.failed or 'it lost its coordinator'})"
@@ -108,7 +108,8 @@ def _failure(state: Roster, now_s: float) -> str:
 
 
 def _uncertainty(state: Roster, now_s: float) -> str:
-    """Who was in an era that began right before its coordinator died is asked anew, when all who live have come."""
+    """Reason to break an era that began right before its coordinator died: its full roster is unknown. This waits until
+    all living members have had time to reconnect."""
     if not state.hearsay or now_s < state.trusting_until_s or not isinstance(state.course, Steady):
         return ""
     return f"nobody knows who else was in era {state.last_era}"
@@ -122,7 +123,7 @@ def _formed(state: Roster, now_s: float) -> Step:
                 state = failed_formations.in_force(replace(state, course=Steady(start.era, start.era)))
         case Planned(plan=plan):
             there = {worker.name: member.era >= plan.era for worker, member in members_of(state)}
-            # Who is gone was in it, and has come to its end: whoever is lost ends the era before this.
+            # A member that is gone has finished in it: a lost member would have ended the era before this point.
             if all(there.get(name, True) for name in plan.roster):
                 state = replace(state, course=Steady(plan.era, plan.era))
                 for worker, _ in members_of(state):
@@ -135,7 +136,7 @@ def _formed(state: Roster, now_s: float) -> Step:
 
 
 def _founded(state: Roster, now_s: float) -> Step:
-    """Start the first era once everybody who is expected is ready and agrees."""
+    """Start the first era once all expected workers are ready and their terms agree."""
     owner = owner_of(state)
     if not isinstance(state.stage, Gathering) or not isinstance(state.course, Idle) or owner is None:
         return state, ()
@@ -160,13 +161,13 @@ def _founded(state: Roster, now_s: float) -> Step:
     if not chosen or len(chosen) < state.rules.min_workers:
         return state, ()
     resuming = state.rewinds > 0
-    # A state that is read from a checkpoint was settled by somebody: only its reader holds it at first.
+    # A checkpoint contains settled exchanges: at first only the worker that reads it holds the state.
     state = replace(state, terms=ready[0][1].terms, stage=Running(), settled=1 if resuming else 0)
     return _started(state, chosen, chosen[0].name, 1 if resuming else 0, now_s, resuming=resuming)
 
 
 def _renewed(state: Roster, now_s: float) -> Step:
-    """Start the next era once everybody has stopped."""
+    """Start the next era once every member has stopped."""
     course = state.course
     if not isinstance(course, Halting) or any(member.stopped_s is None for _, member in members_of(state)):
         return state, ()
@@ -176,13 +177,13 @@ def _renewed(state: Roster, now_s: float) -> Step:
 
 
 def _renewed_with(state: Roster, course: Halting, now_s: float) -> Step:
-    """The same, with everybody who can be reached."""
+    """The same, with the members that can be reached."""
     present = list(members_of(state))
     active = [(worker, member) for worker, member in present if member.active]
     if not active and (state.settled > 0 or isinstance(state.stage, Finishing)):
         return _lost_all(state, now_s)
     if not present:
-        # Nothing was done yet: whoever comes begins anew.
+        # No exchange was settled yet: the next workers begin from the start.
         return replace(state, stage=Gathering(), course=Idle()), ()
     donor, exchange = _furthest(active) or (present[0][0], 0)
     if exchange <= state.started_at and now_s - course.since_s < _pause_s(state.fruitless):
@@ -196,10 +197,10 @@ def _renewed_with(state: Roster, course: Halting, now_s: float) -> Step:
 
 
 def _furthest(active: list[tuple[SlotWorker, EraMember]]) -> tuple[SlotWorker, int] | None:
-    """Whose state all go on with, and what that has settled.
+    """The donor, whose state all go on with, and the exchanges it has settled.
 
-    Members are at most one exchange apart. Who lacks the user's own state has run none of its code since: going on with
-    its copy would lose what every other one has, and one exchange is computed again.
+    Members are at most one exchange apart. A member that lacks the user's own state has not run the user's code since
+    it joined, so a member that has that state is preferred: at worst one exchange is computed again.
     """
     most = max((member.exchange for _, member in active), default=0)
     near = [(worker, member) for worker, member in active if member.exchange >= most - 1]
@@ -216,7 +217,7 @@ def _pause_s(fruitless: int) -> float:
 
 
 def _lost_all(state: Roster, now_s: float) -> Step:
-    """Nobody is left who holds the model's state."""
+    """No remaining worker holds the model's state."""
     if isinstance(state.stage, Finishing):
         effects: tuple[Effect, ...] = ()
         for worker, _ in members_of(state):
@@ -231,7 +232,7 @@ def _lost_all(state: Roster, now_s: float) -> Step:
 
 
 def _rewound(state: Roster, what: str, culprit: SlotId | None, now_s: float) -> Step:
-    """Go back to the last checkpoint: whoever comes now begins with that. Scripts that are past it start again."""
+    """Go back to the last checkpoint: the next workers begin with it. The remaining processes start again."""
     slot = next((slot for slot in state.slots if slot.name == culprit), None)
     failed = slot is not None and bool(slot.failure or "".join(slot.errors[-1:]))
     relapses = state.relapses + 1 if failed and state.checkpoints[0] == state.rewound_to else 0
@@ -246,7 +247,7 @@ def _rewound(state: Roster, what: str, culprit: SlotId | None, now_s: float) -> 
         effects += more
     text = f"{what}: nobody is left who holds the model's state; the run goes on from its last checkpoint"
     if state.checkpoints[0] != state.rewound_to:
-        # It had got on: this was a power cut, and no slot is to blame.
+        # There is a newer checkpoint, so the run had made progress: this was like a power cut, and no slot is to blame.
         state = replace(state, slots=tuple(_rested(slot, now_s) for slot in state.slots))
     state = replace(state, stage=Gathering(), course=Idle(), broken="", started_at=-1)
     state = replace(state, rewinds=state.rewinds + 1, rewound_to=state.checkpoints[0], relapses=relapses)
@@ -254,7 +255,7 @@ def _rewound(state: Roster, what: str, culprit: SlotId | None, now_s: float) -> 
 
 
 def _rested(slot: Slot, now_s: float) -> Slot:
-    """The slot as if nothing had happened in it before: it is started again soon."""
+    """The slot with its cooldown reset, so that it is started again soon."""
     process = slot.process
     if isinstance(process, EndedProcess) and process.restart_s is not None:
         process = replace(process, restart_s=min(process.restart_s, now_s + COOLDOWN_S))
@@ -278,7 +279,7 @@ def _started(
     *,
     resuming: bool = False,
 ) -> Step:
-    """Tell everybody to enter the next era; ``resuming``: the donor reads the state from a checkpoint."""
+    """Tell all ``chosen`` workers to enter the next era; ``resuming``: the donor reads the state from a checkpoint."""
     names = tuple(worker.name for worker in chosen)
     founding = state.settled == 0
     for worker in chosen:
@@ -287,10 +288,10 @@ def _started(
             level = founding or (
                 member.active and member.exchange == exchange and (member.whole or worker.name == donor)
             )
-            # Whoever takes the state over holds it when it says so, not before.
+            # A member that has to fetch the state counts as active only when it reports that it holds it.
             member = replace(member, stopped_s=None, failed="", whole=True, active=bool(level), progress_s=now_s)
         elif isinstance(member, Waiting):
-            # In the first era everybody takes over the leader's state at once.
+            # In the first era all members receive the leader's state before they begin.
             active = founding or (resuming and worker.name == donor)
             member = EraMember(member.address, now_s, active=active, progress_s=now_s, terms=member.terms)
         state = with_standing(state, replace(worker, heard_s=now_s), member)
@@ -315,7 +316,7 @@ def _started(
 def _numbers(state: Roster) -> tuple[int, int]:
     last = state.last_era
     if state.term > 1 and state.last_attempt == 0:
-        # Its predecessors may have started eras that never came into the journal.
+        # Its predecessors may have started eras that were never journaled.
         last = max(last + ERAS_UNKNOWN, ERAS_UNKNOWN * (state.term - 1))
     return last + 1, max(state.last_attempt, state.term * ATTEMPTS_PER_TERM) + 1
 
@@ -335,7 +336,7 @@ def _in_order(state: Roster, names: tuple[WorkerId, ...]) -> Roster:
 
 
 def _planned(state: Roster, now_s: float) -> Step:
-    """Plan the era that the members' wishes and the newcomers call for."""
+    """Plan an era if members want to leave or newcomers want to join."""
     course, present = state.course, list(members_of(state))
     unsettled = any(not isinstance(w.line, Connected) or m.stopped_s is not None for w, m in present)
     if not isinstance(course, Steady) or not isinstance(state.stage, Running) or unsettled or not present:
@@ -350,7 +351,7 @@ def _planned(state: Roster, now_s: float) -> Step:
     if not staying and not joining:
         return _all_leave(state, present, now_s)
     if not _may_go(state, staying, joining):
-        # They stay until somebody can take their place.
+        # They stay until other workers can replace them.
         staying, leaving = [worker for worker, _ in present], []
     if not leaving and not joining:
         return state, notes
@@ -369,7 +370,7 @@ def _planned(state: Roster, now_s: float) -> Step:
 
 
 def _donor(staying: list[SlotWorker]) -> WorkerId:
-    """The first that is known to hold the state, or else believed to."""
+    """The first staying member that is known, or else assumed, to hold the state."""
     standings = [(worker.name, worker.standing) for worker in staying if isinstance(worker.standing, EraMember)]
     known = [name for name, member in standings if member.active]
     believed = [name for name, member in standings if member.is_active]
@@ -377,19 +378,19 @@ def _donor(staying: list[SlotWorker]) -> WorkerId:
 
 
 def _may_go(state: Roster, staying: list[SlotWorker], joining: list[SlotWorker]) -> bool:
-    """Whether the leavers can be spared: somebody who stays holds the state, and enough remain."""
+    """Whether the leavers can be spared: a staying member holds the state, and enough workers remain."""
     held = any(isinstance(worker.standing, EraMember) and worker.standing.is_active for worker in staying)
     return held and len(staying) + len(joining) >= state.rules.min_workers
 
 
 def _all_leave(state: Roster, present: list[tuple[SlotWorker, EraMember]], now_s: float) -> Step:
-    """Everybody is to go: the run ends, unless somebody is on the way who may take over."""
+    """All members want to leave: the run ends, unless another worker is about to join."""
     waited = all(now_s - member.leaving_s >= LEAVE_WAIT_S for _, member in present)
     if not waited and any(_is_coming(state, slot, now_s) for slot in kept(state)):
         return state, ()
     here = {worker.slot for worker, _ in present}
     if any(slot.name not in here for slot in kept(state)):
-        # Others were lost, and do not come back.
+        # Other slots were lost, and their workers do not come back.
         return shutdown.stop(state, "no worker is left", now_s, status=1)
     on_purpose = all(member.asked for _, member in present)
     return shutdown.stop(state, "all workers have left", now_s, status=0 if on_purpose else 1)
@@ -405,7 +406,7 @@ def _is_coming(state: Roster, slot: Slot, now_s: float) -> bool:
 def _joiners(
     state: Roster, members: int, now_s: float, *, suspects: bool
 ) -> tuple[list[SlotWorker], tuple[Effect, ...], Roster]:
-    """Who can be taken in beside so many members; the others are told once that they have to wait."""
+    """Which waiting workers can join ``members`` members. The user is told once about each one that has to wait."""
     if not isinstance(state.stage, Running):
         return [], (), state
     ready = [

@@ -1,7 +1,7 @@
-"""What can happen to a run's workers, and what can be done about it.
+"""The events and effects of the coordinator's decisions.
 
-Question  What does the coordinator's decision get to know, and what may it order?
-Holds     Every event and effect is one frozen value; ``core.membership.advance.advance`` maps the ones to the others.
+Question  What is the coordinator's decision told, and what can it order?
+Holds     Every event and effect is one frozen value; ``core.membership.advance.advance`` maps events to effects.
 Source    ours; docs/protocol.md.
 """
 
@@ -15,7 +15,7 @@ from pliant.core.membership.compatibility import Terms
 from pliant.types import WorkerId
 
 SlotId = NewType("SlotId", str)
-"""A launcher's place for one process, ``w2``; the workers in it are ``w2``, ``w2.2``, ``w2.3``, …"""
+"""A launcher's slot for one process, ``w2``; its workers, one after the other, are ``w2``, ``w2.2``, ``w2.3``, …"""
 
 AgentId = NewType("AgentId", str)
 """A launcher, ``a0``."""
@@ -24,7 +24,7 @@ AgentId = NewType("AgentId", str)
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """A worker's connection introduced itself. ``worker`` is empty for a newcomer; else it goes on under that name."""
+    """A worker has connected. ``worker`` is empty for a newcomer; otherwise it goes on under that name."""
 
     peer: int
     slot: SlotId
@@ -39,10 +39,10 @@ class Arrived(msgspec.Struct, frozen=True):
 
 
 class JoinRequested(msgspec.Struct, frozen=True):
-    """The worker wants to be a member of the next era.
+    """The worker asks to be a member of the next era.
 
-    ``dead_after_s``, ``hung_after_s`` are the script's settings, if it has any. ``length`` is that of the dataset it
-    enlists with, ``recorded`` that of the same call in the journal, where it is known.
+    ``dead_after_s`` and ``hung_after_s`` are the script's settings, if any. ``length`` is the length of the dataset in
+    the script's call, ``recorded`` that of the same call in the journal, if known.
     """
 
     worker: WorkerId
@@ -55,7 +55,7 @@ class JoinRequested(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """A sign of life, of the process and of its main loop."""
+    """A sign of life of the process, sent at short intervals, with the progress of its main loop."""
 
     worker: WorkerId
     round: int
@@ -64,33 +64,34 @@ class Heartbeat(msgspec.Struct, frozen=True):
     usual_s: float = 0.0
     active: bool | None = None
     era: int | None = None
-    """the one it is in, or was in last; None: not said"""
+    """the era it is in, or was in last; None: not given"""
     exchange: int | None = None
-    """exchanges settled so far; None: not said"""
+    """exchanges settled so far; None: not given"""
     lasts_s: float = 0.0
-    """for how long its main loop has been where it is"""
+    """for how long its main loop has been at this point"""
     ending: bool = False
     """it waits at the end of its script"""
     busy: str = ""
-    """what its script has said that it is doing"""
+    """what the script says it is doing (``run.busy``)"""
     expected_s: float = 0.0
     """how long that takes in all, as far as known"""
     pace: float = 0.0
     """samples per second; 0: not known"""
     handoff_s: float = 0.0
-    """how long it took to take the state over; 0: not known"""
+    """how long it took to fetch the state; 0: not known"""
 
 
 class Leaving(msgspec.Struct, frozen=True):
-    """The worker was asked to go, by a signal or by its script."""
+    """The worker leaves, because of a signal or because its script asked for it."""
 
     worker: WorkerId
     reason: str = ""
 
 
 class Stopped(msgspec.Struct, frozen=True):
-    """The worker has stopped in ``era`` after settling ``exchange``; ``failed`` says why, if nobody told it to.
+    """The worker has stopped in ``era`` after settling ``exchange`` exchanges.
 
+    ``failed`` says why, if the coordinator did not tell it to stop. ``active``: it holds the model's whole state.
     ``whole``: it has the user's own state, too.
     """
 
@@ -103,9 +104,9 @@ class Stopped(msgspec.Struct, frozen=True):
 
 
 class Unformed(msgspec.Struct, frozen=True):
-    """The worker could not form the group of ``era``, and has given it up.
+    """The worker could not form the group of ``era``, and has abandoned it.
 
-    ``unreached``: whose data ports it could not reach; ``connecting``: it came so far as to try.
+    ``unreached``: members whose data ports it could not reach. ``connecting``: it got as far as trying to connect.
     """
 
     worker: WorkerId
@@ -123,7 +124,8 @@ class Entered(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """The worker says it cannot go on. ``fatal``: no restart could mend it, on any worker; ``own``: only this one's."""
+    """The worker reports that it cannot go on. ``fatal``: no restart can fix the error, on any worker. ``own``: the
+    same, but only for this worker."""
 
     worker: WorkerId
     reason: str
@@ -132,7 +134,7 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The worker left ``join`` in good order; ``left``: because it was asked to go, or the run is ``over`` for all."""
+    """The worker left ``join`` in an orderly way; ``left``: it was asked to, or the run is ``over`` for all."""
 
     worker: WorkerId
     left: bool = False
@@ -150,7 +152,7 @@ class ConnectionLost(msgspec.Struct, frozen=True):
 
 
 class AgentArrived(msgspec.Struct, frozen=True):
-    """A launcher's connection introduced itself. ``agent`` is empty for a new one; ``slots`` are those it has."""
+    """A launcher has connected. ``agent`` is empty for a new one; ``slots`` are those it already has."""
 
     peer: int
     agent: AgentId
@@ -168,7 +170,7 @@ class AgentLost(msgspec.Struct, frozen=True):
 
 
 class ProcessExited(msgspec.Struct, frozen=True):
-    """From a launcher's waitpid: exit status, or minus the signal; ``error`` is its last exception."""
+    """A process has ended. ``status`` is the exit status, or minus the signal; ``error`` is the last exception."""
 
     agent: AgentId
     slot: SlotId
@@ -185,19 +187,19 @@ class Interrupted(msgspec.Struct, frozen=True):
 
 
 class PreemptionNotice(msgspec.Struct, frozen=True):
-    """A launcher's machine goes away: its workers are to leave."""
+    """A launcher's machine will be taken away: its workers must leave."""
 
     agent: AgentId
 
 
 class Scaled(msgspec.Struct, frozen=True):
-    """Somebody wants so many workers; ``slots.scale_refusal`` has nothing against it."""
+    """A user asks for this number of workers; ``processes.scale_refusal`` has accepted it."""
 
     workers: int
 
 
 class Drained(msgspec.Struct, frozen=True):
-    """Somebody wants this slot's worker to leave; ``slots.drain_refusal`` has nothing against it."""
+    """A user asks this slot's worker to leave; ``processes.drain_refusal`` has accepted it."""
 
     slot: SlotId
 
@@ -207,7 +209,7 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 class CoordinatorFailed(msgspec.Struct, frozen=True):
-    """The coordinator itself cannot go on: its disk is full, for one."""
+    """The coordinator itself cannot go on, for example because its disk is full."""
 
     reason: str
 
@@ -229,7 +231,7 @@ class Admit(msgspec.Struct, frozen=True):
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """Tell the connection why it is not wanted, and close it. ``again``: it may come back as a newcomer."""
+    """Tell the connection why it is refused, and close it. ``again``: it may come back as a newcomer."""
 
     peer: int
     reason: str
@@ -245,7 +247,7 @@ class Dismiss(msgspec.Struct, frozen=True):
 
 
 class Close(msgspec.Struct, frozen=True):
-    """The connection has said its last word, or another one has taken its place."""
+    """Close the connection: its worker has said goodbye, or another connection has replaced it."""
 
     peer: int
 
@@ -261,7 +263,7 @@ class StartEra(msgspec.Struct, frozen=True):
     addresses: tuple[tuple[WorkerId, str], ...]
     to: tuple[WorkerId, ...]
     checkpoints: tuple[str, ...] = ()
-    """nobody holds the state: the donor reads the first of these that is whole"""
+    """set if no worker holds the state: the donor reads the first of these that is undamaged"""
 
 
 class PlanEra(msgspec.Struct, frozen=True):
@@ -276,25 +278,25 @@ class PlanEra(msgspec.Struct, frozen=True):
 
 
 class BreakEra(msgspec.Struct, frozen=True):
-    """Tell ``to`` that every era up to this one is over, and who is likely to be in the next one."""
+    """Tell ``to`` that every era up to this one is over, and which workers are likely to be in the next one."""
 
     era: int
     reason: str
     to: tuple[WorkerId, ...]
     attempt: int = 0
-    """under which their group may be formed beforehand; 0: nobody knows"""
+    """attempt number under which their group may be formed already; 0: not known"""
     roster: tuple[WorkerId, ...] = ()
 
 
 class VoidPlan(msgspec.Struct, frozen=True):
-    """Tell ``to`` that the planned era will not come about; the present one goes on."""
+    """Tell ``to`` that the planned era is dropped; the present one goes on."""
 
     era: int
     to: tuple[WorkerId, ...]
 
 
 class AskToLeave(msgspec.Struct, frozen=True):
-    """Ask a member to go in good order."""
+    """Ask a member to leave in an orderly way."""
 
     worker: WorkerId
     reason: str
@@ -310,7 +312,7 @@ class StopAll(msgspec.Struct, frozen=True):
 
 
 class Enroll(msgspec.Struct, frozen=True):
-    """From now on the connection speaks for the launcher; ``slots`` are all it has."""
+    """From now on the connection speaks for the launcher; ``slots`` are all its slots."""
 
     peer: int
     agent: AgentId
@@ -347,15 +349,15 @@ class ReleaseAgent(msgspec.Struct, frozen=True):
 
 
 class Finishes(msgspec.Struct, frozen=True):
-    """The first worker has come to the end of its script: that must not be forgotten."""
+    """The first worker has finished its script: record that durably."""
 
     worker: WorkerId
 
 
 class Note(msgspec.Struct, frozen=True):
-    """Something notable happened: ``kind`` is a word for programs, ``text`` one line for people.
+    """An event for the user: ``kind`` is a word for programs, ``text`` one line for people.
 
-    Quiet ones are kept among the run's events, but not shown on the launchers' screens.
+    Quiet ones are kept in the list of events, but not shown on the launchers' terminals.
     """
 
     kind: str

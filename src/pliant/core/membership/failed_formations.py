@@ -1,9 +1,9 @@
-"""What follows from a group that could not be formed.
+"""What follows when a process group cannot be formed.
 
-Question  A planned or a new era cannot come about: what becomes of it, and of those who cannot be reached?
-Holds     A plan whose group cannot be formed is dropped, and the era in force goes on. It is dropped only when it
-          cannot come about any more: a member that said so never carries its number again. Who is left out is not
-          lost: a newcomer waits under its name, a member comes back as a newcomer in the same process.
+Question  The group of a planned or new era cannot be formed: what happens to the era, and to the unreachable workers?
+Holds     A plan whose group cannot be formed is dropped, and the era in force goes on. A plan is dropped only when it
+          can no longer begin: a member that has abandoned it never puts its number into a ticket. A worker that is left
+          out is not lost: a newcomer waits under its name, a member comes back as a newcomer in the same process.
 Source    ours; docs/design/0021-formation.md.
 """
 
@@ -56,13 +56,13 @@ def unformed(state: Roster, worker: SlotWorker, event: Unformed, now_s: float) -
 
 
 def voided(state: Roster, now_s: float) -> Step:
-    """Drop a plan that cannot come about, and go on in the era in force."""
+    """Drop a plan that can no longer begin, and go on in the era in force."""
     course, known = state.course, state.reach
     if not isinstance(course, Planned) or known.era != course.plan.era or not known.reports or state.broken:
         return state, ()
     present = list(members_of(state))
     if any(member.era >= course.plan.era or member.stopped_s is not None for _, member in present):
-        # It has begun, or the era in force is over: that is no matter of plans any more.
+        # The planned era has begun, or the era in force is over: there is no plan to drop.
         return state, ()
     members = {worker.name for worker, member in present if member.era > 0}
     if not reachability.is_gathered(known, members, course.plan.roster, now_s):
@@ -88,12 +88,12 @@ def voided(state: Roster, now_s: float) -> Step:
 
 
 def sifted(state: Roster, now_s: float) -> Step:
-    """All have stopped after an era that could not be formed: leave out those with whom none can be."""
+    """All have stopped after an era whose group could not be formed: leave out the workers that prevent one."""
     course, known = state.course, state.reach
     present = list(members_of(state))
     names = {worker.name for worker, _ in present}
     if not isinstance(course, Halting) or known.era != course.era or not names.issuperset(known.roster):
-        # Where somebody was lost, that may have been the reason.
+        # If a member was lost, that may have been the reason.
         return state, ()
     candidates = [
         Candidate(worker.name, newcomer=member.era == 0 and state.settled > 0, holds=bool(member.active))
@@ -115,7 +115,7 @@ def sifted(state: Roster, now_s: float) -> Step:
 
 
 def _waiting_again(state: Roster, worker: SlotWorker, member: EraMember, now_s: float, *, blamed: bool) -> Step:
-    """A newcomer's era does not come about: it waits for another one."""
+    """A newcomer's planned era was dropped: it waits for another one."""
     slot = slot_of(state, worker.slot)
     terms = member.terms or state.terms
     if slot is None or slot.fate is not SlotOutcome.KEPT or member.leaving is not None:
@@ -127,7 +127,7 @@ def _waiting_again(state: Roster, worker: SlotWorker, member: EraMember, now_s: 
 
 
 def _sent_back(state: Roster, worker: SlotWorker, member: EraMember, now_s: float) -> Step:
-    """A member is left out: it comes back as a newcomer, for it misses what the others do meanwhile."""
+    """A member is left out. It must come back as a newcomer, because it misses the rounds in between."""
     state, effects = _left_out(state, worker, member, now_s)
     if isinstance(worker.line, Connected):
         reason = f"{worker.name} cannot be reached by the others; it may come back under a new name"
@@ -165,13 +165,13 @@ def _text(state: Roster, era: int) -> str:
 
 
 def joinable(state: Roster, ready: Sequence[SlotWorker], now_s: float, *, suspects: bool) -> list[SlotWorker]:
-    """Which of those who wait may be taken into the next era."""
+    """Which of the waiting workers may be in the next era."""
     slots = reachability.taken(state.reach, [worker.slot for worker in ready], now_s, suspects=suspects)
     return [worker for worker in ready if worker.slot in slots]
 
 
 def is_unreachable(state: Roster, worker: SlotWorker) -> bool:
-    """Whether no group could be formed with it so far, be it that one is tried just now."""
+    """Whether no group could be formed with this worker so far, even if another attempt is running."""
     is_in = isinstance(worker.standing, EraMember) and worker.standing.era > 0
     return not is_in and isinstance(state.stage, Running) and reachability.is_suspect(state.reach, worker.slot)
 

@@ -1,10 +1,10 @@
-"""Who is lost.
+"""Which workers are lost.
 
-Question  Which worker does not take part any more, without having said so?
-Holds     A process that is known to have ended is lost at once; a closed connection needs a second witness or half a
-          second; silence needs ``dead_after``. Whose main loop stands still while others wait is left out, and killed
-          much later (``slowness``). A lost worker's name never comes back. Within the patience of a new coordinator,
-          or of one that was itself asleep, absence proves nothing.
+Question  Which worker has stopped taking part without saying so?
+Holds     A process that is known to have ended is lost immediately. A closed connection counts after half a second, or
+          sooner if another member's collective failed; missing heartbeats count after ``dead_after``. A worker whose
+          main loop makes no progress while others wait is left out, and killed much later (``slowness``). A lost
+          worker's name is never used again. While a coordinator is new, or was suspended, silence proves nothing.
 Source    ours; docs/protocol.md, docs/design/0007-elastic.md.
 """
 
@@ -41,7 +41,7 @@ RECONNECT_S = 0.5
 """A worker that lives finds its coordinator again within a few tenths of a second."""
 
 ASLEEP_S = 30.0
-"""A process that was silent may wake up and come back by itself; after this long it is ended and started again."""
+"""A silent process may wake up and come back by itself; after this long it is killed and started again."""
 
 PROVEN_S = 60.0
 """A slot whose worker was a member for this long is started again as quickly as the first time."""
@@ -58,7 +58,11 @@ def lose(
     away: Away | None = None,
     again: bool = True,
 ) -> Step:
-    """Take a worker off the roster; ``what`` completes "w2 …"; ``away``: its process lives, and may come back."""
+    """Take a worker off the roster.
+
+    ``what`` completes the sentence "w2 …"; ``kind`` is the kind of the note. ``kill``: kill its process. ``away``: its
+    process lives and may come back. ``again``: the worker is told that it may come back.
+    """
     if isinstance(state.stage, Stopping):
         return without_worker(state, worker.name), ()
     effects: list[Effect] = []
@@ -91,7 +95,7 @@ def lose(
 
 
 def judged(state: Roster, now_s: float) -> Step:
-    """Take off the roster whoever is lost."""
+    """Take the lost workers off the roster, and kill processes that stayed away too long."""
     effects: tuple[Effect, ...] = ()
     if not isinstance(state.stage, Gathering | Running | Finishing) or now_s < state.patient_until_s:
         return state, ()
@@ -106,7 +110,7 @@ def judged(state: Roster, now_s: float) -> Step:
             case Connected(), EraMember() as member:
                 state, more = _watched(state, others, worker, member, now_s)
             case Connected(peer=peer), Departing(since_s=since_s) if now_s - since_s > state.dead_after_s:
-                # It has not heard that its last era is over: the others went before it could see that.
+                # It does not know that its last era is over: the others left before it could see that.
                 state, more = lose(state, replace(worker, line=Disconnected(now_s)), "left", now_s)
                 more += (Dismiss(peer, "its last era is over", completed=True),)
             case _:

@@ -1,9 +1,9 @@
-"""Which processes there are to be.
+"""Which processes are started, restarted and asked to leave.
 
-Question  What follows from the end of a process, and who goes when somebody is to go?
-Holds     A process that was not done is started again after a cooldown; one that left on purpose is not. What a restart
-          cannot mend is not tried again and again: where nothing has begun yet it ends the run, else that slot. A
-          script that fails on all workers before any of them has joined ends the run at once.
+Question  What follows from the end of a process, and which workers leave when there shall be fewer?
+Holds     A process that was not finished is started again after a cooldown; one that left on purpose is not. An error
+          that a restart cannot fix ends the run if no era has begun, and otherwise only that slot. A script that fails
+          on all workers before any of them has joined ends the run immediately.
 Source    ours; docs/protocol.md.
 """
 
@@ -44,10 +44,10 @@ from pliant.core.membership.shutdown import QUIET_EXIT, ending
 COOLDOWN_AT_MOST_S = 30.0
 
 LAST_WORDS_S = 0.25
-"""A process that ended with status 0 has said goodbye: so long its words may be on the way behind its end."""
+"""A process that ended with status 0 has said goodbye; its last messages may arrive up to this long after its exit."""
 
 UNJOINED_TIMES = 2
-"""Processes of a slot in a row that fail before ``join``: one may be bad luck."""
+"""A slot is given up after this many processes in a row that failed before ``join``: one may be an accident."""
 
 
 def exited(state: Roster, event: ProcessExited, now_s: float) -> Step:
@@ -56,13 +56,13 @@ def exited(state: Roster, event: ProcessExited, now_s: float) -> Step:
     if slot is None and room(state) == 0:
         return state, ()
     if slot is None:
-        # A new coordinator hears of a slot that has no process and never had a member.
+        # A new coordinator is told of a slot without a process, which never had a member.
         state = replace(state, last_slot=max(state.last_slot, number_of(event.slot)))
         slot = Slot(event.slot, event.agent, inherited=True)
     if not isinstance(slot.process, Alive) or slot.agent != event.agent:
         return state, ()
     if event.pid and event.pid == slot.pid:
-        # Told again after a reconnection: what the slot was told since has not arrived.
+        # The same exit, reported again after a reconnection: the order to start the slot again was lost.
         return with_slot(state, replace(slot, process=EndedProcess(event.status, now_s + slot.cooldown_s))), ()
     process = Ending(event.status, now_s, slot.process.greeted, event.error)
     return with_slot(state, replace(slot, process=process, pid=event.pid)), ()
@@ -80,7 +80,7 @@ def ended(state: Roster, now_s: float) -> Step:
         if speaking and process.status == 0 and now_s - process.since_s < LAST_WORDS_S and _is_open(state):
             continue
         if worker is not None and slot.inherited and process.status == 0 and isinstance(state.stage, Finishing):
-            # A lost coordinator has heard that the run is finishing, and perhaps from this worker.
+            # The lost coordinator knew that the run was finishing, perhaps from this worker.
             state = shutdown.gone(state, worker, SlotOutcome.FINISHED)
         elif worker is not None:
             state, more = liveness.lose(state, worker, _gone(process), now_s, again=False)
@@ -101,13 +101,13 @@ def _gone(process: Ending) -> str:
 
 
 def _judged(state: Roster, slot: Slot, process: Ending, now_s: float) -> Step:
-    """What becomes of the slot."""
+    """Decide whether the slot is restarted, given up, or ends the run."""
     error = slot.failure or process.error
     slot = replace(slot, process=EndedProcess(process.status), failure="")
     if slot.fate is not SlotOutcome.KEPT or not isinstance(state.stage, Gathering | Running):
         return with_slot(state, slot), ()
     if slot.inherited and process.status == 0:
-        # It went in good order while there was no coordinator to tell.
+        # It left in an orderly way while there was no coordinator to tell.
         return with_slot(state, replace(slot, fate=SlotOutcome.LEFT)), ()
     if not process.greeted and not slot.inherited and process.status >= 0:
         return _unjoined(state, slot, process, now_s)
@@ -138,7 +138,7 @@ def _unjoined(state: Roster, slot: Slot, process: Ending, now_s: float) -> Step:
         return given_up(state, slot, text, now_s)
     nobody = not any(other.names or other.inherited for other in state.slots)
     if nobody and all(other.unjoined for other in state.slots if other.fate is SlotOutcome.KEPT):
-        # One may be bad luck; what all of them meet is in the script.
+        # One failure may be an accident; a failure of all of them is in the script.
         others = ", and so did all others" if len(state.slots) > 1 else ""
         error = f": {process.error}" if process.error else ""
         return shutdown.stop(state, f"{text}{others}{error}", now_s, culprit=slot.name)
@@ -147,7 +147,7 @@ def _unjoined(state: Roster, slot: Slot, process: Ending, now_s: float) -> Step:
 
 
 def given_up(state: Roster, slot: Slot, text: str, now_s: float, status: int | None = None) -> Step:
-    """No restart helps: before the first era the run cannot begin, later it goes on without this slot."""
+    """Give up a slot that no restart helps: before the first era the run ends, later it goes on without the slot."""
     slot = replace(slot, fate=SlotOutcome.GIVEN_UP)
     state = replace(with_slot(state, slot), verdict=text)
     owner = owner_of(state)
@@ -170,7 +170,7 @@ def _cooling(slot: Slot, now_s: float) -> Slot:
 
 
 def restarted(state: Roster, now_s: float) -> Step:
-    """Start again what has cooled down."""
+    """Restart the slots whose cooldown is over."""
     effects: tuple[Effect, ...] = ()
     if not isinstance(state.stage, Gathering | Running):
         return state, ()
@@ -195,7 +195,7 @@ def _is_open(state: Roster) -> bool:
 
 
 def leave(state: Roster, slot: Slot, why: str, now_s: float) -> Step:
-    """Let whoever is in the slot go in good order, and start nobody there again."""
+    """Ask the slot's worker to leave in an orderly way, and do not restart the slot."""
     slot = replace(slot, fate=SlotOutcome.LEFT if slot.fate is SlotOutcome.KEPT else slot.fate)
     if isinstance(slot.process, EndedProcess):
         slot = replace(slot, process=replace(slot.process, restart_s=None))
@@ -213,7 +213,7 @@ def leave(state: Roster, slot: Slot, why: str, now_s: float) -> Step:
 
 
 def leave_all(state: Roster, agent: AgentId, why: str, now_s: float) -> Step:
-    """Let all workers of a launcher go."""
+    """Ask all workers of a launcher to leave."""
     effects: tuple[Effect, ...] = ()
     for slot in state.slots:
         if slot.agent == agent:
@@ -223,7 +223,7 @@ def leave_all(state: Roster, agent: AgentId, why: str, now_s: float) -> Step:
 
 
 def scale_refusal(state: Roster, workers: int) -> str | None:
-    """Why the run cannot have so many workers; None if it can."""
+    """Why the run cannot have this number of workers; None if it can."""
     rules = state.rules
     if workers < 1:
         return f"a run cannot go on with {workers} workers; give at least 1, or end it with Ctrl-C"
@@ -242,7 +242,7 @@ def scale_refusal(state: Roster, workers: int) -> str | None:
 
 
 def scale(state: Roster, workers: int, now_s: float) -> Step:
-    """Have so many slots."""
+    """Add or remove slots until there are ``workers``."""
     present = kept(state)
     owner = owner_of(state)
     effects: tuple[Effect, ...] = (Note("scaled", f"{workers} workers are wanted", quiet=True),)
@@ -266,20 +266,20 @@ def kept(state: Roster) -> list[Slot]:
 
 
 def with_new_slots(state: Roster, agent: AgentId, count: int) -> tuple[Roster, tuple[SlotId, ...]]:
-    """The state with so many slots more, and their names."""
+    """The state with ``count`` more slots, and their names."""
     names = tuple(SlotId(f"w{state.last_slot + 1 + index}") for index in range(count))
     state = with_slots(state, tuple(Slot(name, agent, cooldown_s=COOLDOWN_S) for name in names))
     return replace(state, last_slot=state.last_slot + count), names
 
 
 def room(state: Roster) -> int:
-    """How many slots more a run can have."""
+    """How many more slots the run can have."""
     living = shutdown.living(state, state.heard_s)
     return max(0, min(MOST_SLOTS - living, MOST_SLOTS_EVER - len(state.slots)))
 
 
 def _going_order(state: Roster, slot: Slot) -> tuple[int, int]:
-    """Who is not in yet goes first, then the member that came last; the leader at the very end."""
+    """Sort key of leaving: workers that are not members yet first, then the latest members; the leader last."""
     order = [worker.slot for worker in state.workers]
     worker = worker_in(state, slot.name)
     if worker is None:
@@ -288,7 +288,7 @@ def _going_order(state: Roster, slot: Slot) -> tuple[int, int]:
 
 
 def drain_refusal(state: Roster, name: str) -> tuple[SlotId | None, str]:
-    """The slot of the worker to drain, or why there is none (first None: unknown)."""
+    """The slot of the worker to drain, and why it cannot be drained (empty if it can). Slot None: unknown worker."""
     found = next((w.slot for w in state.workers if name in (w.name, w.slot)), None)
     slot = slot_of(state, found if found is not None else SlotId(name))
     if slot is None or (slot.fate is not SlotOutcome.KEPT and found is None):
@@ -303,5 +303,5 @@ def drain_refusal(state: Roster, name: str) -> tuple[SlotId | None, str]:
 
 
 def number_of(slot: str) -> int:
-    """The number of a slot; -1 for a foreign name."""
+    """The number in a slot's name; -1 if the name has another form."""
     return int(slot[1:]) if slot[:1] == "w" and slot[1:].isdecimal() else -1

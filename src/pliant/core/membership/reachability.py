@@ -1,10 +1,10 @@
 """Which workers cannot reach each other's data ports.
 
-Question  No group could be formed: who is left out, for how long, and who may be tried again?
-Holds     Everything is kept by pairs: who could not reach whom. Newcomers are left out before members, and of members
-          the one that is in most of these pairs, in a tie the latest comer; never the last one that holds the state.
-          Who was left out is tried again at growing intervals, by itself, so that it holds nobody else up.
-Source    ours; docs/design/0021-formation.md. Leaving out the busiest end of the remaining pairs is the greedy
+Question  A group could not be formed: which workers are left out, for how long, and which may be tried again?
+Holds     Failures are kept as pairs of workers that could not connect. Newcomers are left out before members; among
+          members, the one in most pairs, in a tie the latest; never the last one that holds the state. A worker that
+          was left out is tried again at growing intervals, without other suspects, so that it delays no other newcomer.
+Source    ours; docs/design/0021-formation.md. Leaving out the worker in most of the remaining pairs is the greedy
           algorithm for vertex cover.
 """
 
@@ -18,34 +18,34 @@ from msgspec.structs import replace
 from pliant.types import WorkerId
 
 GATHER_S = 4.0
-"""After the first word about a failed plan the others' arrive within this time: who is refused knows it at once, who
-gets no answer gives up after three and a half seconds. Nothing waits for it: the era in force goes on."""
+"""After the first report about a failed plan all others arrive within this time: a refused connection is noticed
+immediately, a missing answer after 3.5 s. Nothing is delayed meanwhile: the era in force goes on."""
 
 UNCERTAIN_S = 15.0
-"""Where only newcomers have failed, and cannot say with whom, the members' own attempts end within this time."""
+"""If only newcomers have failed, and do not know with whom, the members' own attempts end within this time."""
 
 MEMBERS_AFTER = 2
-"""So many formations in a row may fail before a member is left out; a newcomer is after the first."""
+"""A member is left out after this many failed formations in a row, a newcomer after the first."""
 
 AGAIN_S = 10.0
 AGAIN_AT_MOST_S = 300.0
-"""Between two tries, doubled every time."""
+"""Interval between two tries, doubled every time."""
 
 Pair = tuple[WorkerId, WorkerId]
-"""who could not reach whom"""
+"""The first worker could not reach the second."""
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One of those with whom a group is to be formed."""
+    """A worker of the group to be formed."""
 
     name: WorkerId
     newcomer: bool = False
     holds: bool = False
-    """the whole state"""
+    """it holds the whole state"""
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """A slot whose worker is not taken into an era before ``until_s``."""
+    """A slot whose worker may not be in an era before ``until_s``."""
 
     slot: str
     until_s: float
@@ -53,19 +53,19 @@ class LeftOut(msgspec.Struct, frozen=True):
 
 
 class FormationFailure(msgspec.Struct, frozen=True):
-    """What one worker has said about a formation that failed."""
+    """One worker's report about a formation that failed."""
 
     worker: WorkerId
     unreached: tuple[WorkerId, ...] = ()
     connecting: bool = True
-    """false: it did not come to that, so it knows nothing about anybody's ports"""
+    """false: it did not get as far as connecting, so it knows nothing about ports"""
 
 
 class Reachability(msgspec.Struct, frozen=True):
-    """What is known since the last era in force."""
+    """What is known since the last era came into force."""
 
     era: int = 0
-    """the last one whose group could not be formed"""
+    """the last era whose group could not be formed"""
     since_s: float = 0.0
     roster: tuple[WorkerId, ...] = ()
     reports: tuple[FormationFailure, ...] = ()
@@ -75,7 +75,7 @@ class Reachability(msgspec.Struct, frozen=True):
     """eras in a row that could not be formed, with the same members"""
     left_out: tuple[LeftOut, ...] = ()
     plans: int = 0
-    """plans in a row that came to nothing though no newcomer was to blame"""
+    """plans in a row that were dropped although no newcomer was to blame"""
     plan_again_s: float = 0.0
     voided: int = 0
     """the last plan that was dropped"""
@@ -86,7 +86,7 @@ def reported(
 ) -> Reachability:
     """What is known after one more worker has said that the era's group could not be formed."""
     if era != known.era:
-        # Where somebody has gone since, that may have been the reason.
+        # If a member has gone since, that may have been the reason.
         failures = known.failures + 1 if set(known.roster) <= set(roster) else 1
         known = replace(known, era=era, since_s=now_s, roster=roster, reports=(), failures=failures)
     others = tuple(each for each in known.reports if each.worker != report.worker)
@@ -95,28 +95,28 @@ def reported(
 
 
 def is_certain(known: Reachability, members: Collection[WorkerId]) -> bool:
-    """Whether the reported plan cannot come about any more: a member has given it up, or somebody never connected."""
+    """Whether the reported plan can no longer begin: a member has abandoned it, or a worker never connected."""
     return any(report.worker in members or report.unreached or not report.connecting for report in known.reports)
 
 
 def is_gathered(
     known: Reachability, members: Collection[WorkerId], everybody: Collection[WorkerId], now_s: float
 ) -> bool:
-    """Whether all is known about a failed plan that will be."""
+    """Whether no more reports about a failed plan are to be expected."""
     if {report.worker for report in known.reports} >= set(everybody):
         return True
     return now_s - known.since_s >= (GATHER_S if is_certain(known, members) else UNCERTAIN_S)
 
 
 def is_evidence(known: Reachability) -> bool:
-    """Whether anybody has come as far as trying to connect."""
+    """Whether any worker got as far as trying to connect."""
     return any(report.connecting for report in known.reports)
 
 
 def outsiders(known: Reachability, candidates: Sequence[Candidate], *, members_too: bool) -> list[WorkerId]:
-    """Who is left out, so that no pair remains that cannot be connected; ``candidates`` in the order of their coming.
+    """The workers to leave out, so that all remaining ones can connect; ``candidates`` are in the order of joining.
 
-    Where nobody is named: the newcomers, or else the member that came last.
+    If the reports name no pair: the newcomers, or else the member that joined last.
     """
     left = list(candidates)
     out: list[WorkerId] = []
@@ -152,7 +152,7 @@ def _is_last_holder(each: Candidate, left: Sequence[Candidate]) -> bool:
 
 
 def partners(known: Reachability, name: WorkerId) -> tuple[list[WorkerId], list[WorkerId]]:
-    """Who could not reach it, and whom it could not reach."""
+    """The workers that could not reach it, and those that it could not reach."""
     return (
         sorted({who for who, whom in known.pairs if whom == name}),
         sorted({whom for who, whom in known.pairs if who == name}),
@@ -168,7 +168,7 @@ def left_out(known: Reachability, slot: str, dead_after_s: float, now_s: float) 
 
 
 def interval_s(times: int, dead_after_s: float) -> float:
-    """How long it is waited after so many failures; short where silence counts for much."""
+    """The wait after ``times`` failures; shorter if ``dead_after`` is short."""
     return min(AGAIN_AT_MOST_S, min(AGAIN_S, 2 * dead_after_s) * 2.0 ** min(times - 1, 10))
 
 
@@ -183,7 +183,7 @@ def eligible(known: Reachability, slot: str, now_s: float) -> bool:
 
 
 def taken(known: Reachability, slots: Sequence[str], now_s: float, *, suspects: bool) -> list[str]:
-    """Which of those who wait are taken in together: suspects by themselves, one at a time, and only where allowed."""
+    """Which waiting slots are admitted together; suspects one at a time, without others, and only if ``suspects``."""
     able = [slot for slot in slots if eligible(known, slot, now_s)]
     fresh = [slot for slot in able if not is_suspect(known, slot)]
     return fresh or (able[:1] if suspects else [])
@@ -196,7 +196,7 @@ def settled(known: Reachability, slots: Collection[str]) -> Reachability:
 
 
 def dropped(known: Reachability, era: int, *, blamed: bool, dead_after_s: float, now_s: float) -> Reachability:
-    """What is known after a plan was dropped; ``blamed``: somebody was left out, so the next may come at once."""
+    """What is known after a plan was dropped; ``blamed``: a worker was left out, so the next plan need not wait."""
     plans = 0 if blamed else known.plans + 1
     again_s = 0.0 if blamed else interval_s(plans, dead_after_s)
     return Reachability(

@@ -1,8 +1,8 @@
-"""Where a member is, as it says itself.
+"""What members report about themselves.
 
-Question  What follows from a member's word that it is in an era, or has stopped; and what may it have missed?
-Holds     Nothing is believed of an era that nobody can be in, and nothing counts that was said before the present era
-          was heard of. Who may have missed something is told again.
+Question  What follows when a member reports that it is in an era, or has stopped? Which messages may it have missed?
+Holds     A report about an era that no worker can be in is not believed. A report that was sent before the member heard
+          of the present era does not count. Messages that a member may have missed are sent again.
 Source    ours; docs/design/0007-elastic.md.
 """
 
@@ -31,7 +31,7 @@ from pliant.core.membership.roster import (
 from pliant.types import WorkerId
 
 ERAS_AHEAD = 100 * ERAS_UNKNOWN
-"""Further ahead than this of what a new coordinator knows nobody can be."""
+"""No worker can be this many eras ahead of what a new coordinator knows."""
 
 
 def entered(state: Roster, worker: SlotWorker, event: Entered, now_s: float) -> Step:
@@ -39,7 +39,7 @@ def entered(state: Roster, worker: SlotWorker, event: Entered, now_s: float) -> 
     member = worker.standing
     is_late = isinstance(member, Waiting) and isinstance(state.course, Halting)
     if isinstance(member, Waiting):
-        # It went into an era that another coordinator had planned.
+        # It entered an era that another coordinator had planned.
         member = EraMember(member.address, now_s, progress_s=now_s)
         state = with_standing(state, worker, member)
         worker = replace(worker, standing=member)
@@ -54,14 +54,14 @@ def entered(state: Roster, worker: SlotWorker, event: Entered, now_s: float) -> 
 
 
 def is_credible(state: Roster, era: int) -> bool:
-    """Whether somebody can be in that era: a run's first coordinator has begun every one itself."""
+    """Whether a worker can be in that era: a run's first coordinator has started all eras itself."""
     return era <= state.last_era or (state.term > 1 and era <= state.last_era + ERAS_AHEAD * state.term)
 
 
 def with_era_of(
     state: Roster, worker: SlotWorker, era: int, exchange: int, active: bool | None, now_s: float
 ) -> Roster:
-    """The state after a member has said where it is."""
+    """The state after a member has reported its era and exchange."""
     member = worker.standing
     if not isinstance(member, EraMember):
         return state
@@ -69,7 +69,7 @@ def with_era_of(
         member,
         era=max(era, member.era),
         exchange=max(exchange, member.exchange),
-        # What it said when it stopped counts: a link that has come back tells of the user's own state, too.
+        # After it has stopped, the report of stopping counts: it also covers the user's own state.
         active=member.active if active is None or member.stopped_s is not None else active,
         progress_s=now_s,
     )
@@ -80,13 +80,13 @@ def with_era_of(
         if isinstance(state.course, Steady):
             state = replace(state, course=replace(state.course, era=era))
         elif isinstance(state.course, Idle) and isinstance(state.stage, Gathering):
-            # It was lost before the first era was on disk.
+            # The lost coordinator had not written the first era to disk.
             state = replace(state, stage=Running(), course=Steady(era, 0))
     return replace(state, settled=max(state.settled, exchange))
 
 
 def stopped(state: Roster, worker: SlotWorker, event: Stopped, now_s: float) -> Step:
-    """A member has stopped, told or not. What it said before it heard of the present era does not count."""
+    """A member has stopped, by itself or on request. A report from before the present era does not count."""
     member = worker.standing
     match state.course:
         case EraForming(start=start):
@@ -111,7 +111,7 @@ def stopped(state: Roster, worker: SlotWorker, event: Stopped, now_s: float) -> 
 
 
 def redelivered(state: Roster, name: WorkerId) -> tuple[Effect, ...]:
-    """What a worker must be told that may have missed it."""
+    """Messages that the worker may have missed."""
     worker = worker_of(state, name)
     member = worker.standing if worker is not None else None
     voided = state.reach.voided

@@ -1,9 +1,9 @@
-"""How a run comes to its end.
+"""How a run ends.
 
-Question  When is a run over, what is done about processes that do not end, and how did it go?
-Holds     Every run ends exactly once, after the processes of its own launcher have, unless that launcher is gone.
-          Whatever stops it, no process outlives two graces. The run's exit status is that of the script that failed,
-          never that of a signal which was sent to end it.
+Question  When is a run over, what happens to processes that do not end, and what is the run's exit status?
+Holds     Every run ends exactly once, after the processes of its own launcher, unless that launcher is gone. However
+          the run is stopped, every process has ended after two grace periods. The exit status is that of the script
+          that failed, never that of a signal which Pliant sent.
 Source    ours; docs/protocol.md.
 """
 
@@ -69,13 +69,16 @@ _SIGTERM, _SIGKILL = 15, 9
 
 
 def stop(state: Roster, reason: str, now_s: float, culprit: SlotId | None = None, status: int | None = None) -> Step:
-    """End the run: ask the connected to stop; the others cannot hear, so they are terminated."""
+    """End the run: ask connected workers to stop, and terminate the processes that are not connected.
+
+    ``culprit``: the slot whose exit status becomes that of the run, unless ``status`` is given.
+    """
     if isinstance(state.stage, Stopping | RunOver):
         return state, ()
-    # Who has said that it failed, or has left, is on its way out, with an exit status of its own.
+    # A process that reported a failure or has left is about to end with an exit status of its own.
     deaf = [s for s in _alive(state) if not _is_going(state, s) and not _hears(worker_in(state, s.name))]
     if any(slot.name == culprit and not _has_gone_silent(slot) for slot in deaf):
-        # It sleeps, or is a later process than the one that failed: its status says nothing about that.
+        # It is suspended, or is a later process than the one that failed: its status says nothing about that failure.
         culprit = None
     stage = Stopping(reason, StopStage.ASKED, now_s, culprit, status)
     return replace(state, stage=stage), (StopAll(reason), *(Terminate(slot.agent, slot.name) for slot in deaf))
@@ -94,13 +97,13 @@ def interrupted(state: Roster, signal: int, now_s: float) -> Step:
 
 
 def finished(state: Roster, worker: SlotWorker, now_s: float) -> Step:
-    """A member has reached the end of its script: nobody new is needed, and nobody is started again."""
+    """A member has finished its script: no newcomer is needed, and no process is started again."""
     state, effects = gone(state, worker, SlotOutcome.FINISHED), _closed(worker)
     if not isinstance(state.stage, Running):
         return state, effects
     state, effects = replace(state, stage=Finishing(now_s)), (Finishes(worker.name), *effects)
     if isinstance(state.course, Planned) and _is_in(worker, state.course.era):
-        # The end was reached in the old era: who was to come in has nothing to do.
+        # The end was reached in the old era: the newcomers of the planned one have nothing to do.
         state = replace(state, course=Steady(state.course.era, state.course.floor))
     for other in state.workers:
         if isinstance(other.standing, Greeted | Waiting) or (isinstance(state.course, Steady) and _is_new(other)):
@@ -110,7 +113,7 @@ def finished(state: Roster, worker: SlotWorker, now_s: float) -> Step:
 
 
 def _useless(state: Roster) -> list[Slot]:
-    """Processes that are not needed at the end; who is left out finishes what it is doing, and then ends by itself."""
+    """Processes that are not needed at the end. One that was left out finishes its work, and then ends by itself."""
     return [
         slot
         for slot in _alive(state)
@@ -119,14 +122,14 @@ def _useless(state: Roster) -> list[Slot]:
 
 
 def dismissed(state: Roster, worker: SlotWorker, reason: str) -> Step:
-    """A worker that is not needed goes home, and all is well."""
+    """Tell a worker that it is not needed any more; it exits with status 0."""
     peer = worker.line.peer if isinstance(worker.line, Connected) else None
     effects = () if peer is None else (Dismiss(peer, reason, completed=True),)
     return without_worker(state, worker.name), effects
 
 
 def gone(state: Roster, worker: SlotWorker, fate: SlotOutcome) -> Roster:
-    """The state after a worker has gone in good order."""
+    """The state after a worker has left in an orderly way."""
     slot = next(slot for slot in state.slots if slot.name == worker.slot)
     return with_slot(without_worker(state, worker.name), replace(slot, fate=fate))
 
@@ -147,7 +150,7 @@ def _is_new(worker: SlotWorker) -> bool:
 
 
 def deserted(state: Roster, now_s: float) -> Step:
-    """Stop a run to which nobody will come any more."""
+    """Stop a run that no worker can join any more."""
     if not isinstance(state.stage, Gathering | Running):
         return state, ()
     if any(isinstance(worker.line, Connected) for worker in state.workers):
@@ -185,7 +188,7 @@ def _may_come(state: Roster, slot: Slot, agent: Agent | None, now_s: float) -> b
 
 
 def owner_away_s(state: Roster, now_s: float) -> float:
-    """For how long the run's own launcher has not been there."""
+    """For how long the run's own launcher has not been connected."""
     owner = owner_of(state)
     if owner is None:
         return now_s - state.started_s
@@ -193,7 +196,7 @@ def owner_away_s(state: Roster, now_s: float) -> float:
 
 
 def urged(state: Roster, now_s: float) -> Step:
-    """Become firmer with every grace that passes."""
+    """After each grace period, go from asking to SIGTERM, and from SIGTERM to SIGKILL."""
     grace_s = state.rules.grace_s
     match state.stage:
         case Stopping(urge=StopStage.ASKED, since_s=since_s) if now_s - since_s >= grace_s:
@@ -211,7 +214,7 @@ def urged(state: Roster, now_s: float) -> Step:
 
 
 def released(state: Roster, now_s: float) -> Step:
-    """Let a launcher go that joined the run and has nothing left to run."""
+    """Release launchers that joined the run and have no process left to run."""
     effects: tuple[Effect, ...] = ()
     if not isinstance(state.stage, Gathering | Running):
         return state, ()
@@ -231,13 +234,13 @@ def released(state: Roster, now_s: float) -> Step:
 
 
 def settled(state: Roster, now_s: float) -> Step:
-    """End the run when all processes that count have ended and nothing they said is still on the way."""
+    """End the run when all processes that count have ended and all their messages have arrived."""
     match state.stage:
         case Stopping():
             counts = [s for s in state.slots if _is_owners(state, s.agent) or is_reachable(state, s)]
             done = not any(isinstance(slot.process, Alive) for slot in counts)
         case Finishing():
-            # Another launcher's processes end with it, but for one that is still at something.
+            # Processes of other launchers do not count, except one that was left out and still works.
             counts = [
                 slot
                 for slot in state.slots
@@ -256,7 +259,7 @@ def settled(state: Roster, now_s: float) -> Step:
 
 
 def noted(state: Roster, effects: tuple[Effect, ...]) -> Roster:
-    """The state that knows of the signals among ``effects``."""
+    """The state with the signals among ``effects`` noted in their slots."""
     for effect in effects:
         if isinstance(effect, Terminate | Kill):
             urge = StopStage.KILLED if isinstance(effect, Kill) else StopStage.TERMINATED
@@ -267,7 +270,7 @@ def noted(state: Roster, effects: tuple[Effect, ...]) -> Roster:
 
 
 def _own_statuses(state: Roster) -> dict[SlotId, int]:
-    """How processes ended, save those that a signal of ours has ended."""
+    """The exit statuses of processes, except those that Pliant's own signals ended."""
     found: dict[SlotId, int] = {}
     for slot in state.slots:
         if isinstance(slot.process, EndedProcess | Ending):
@@ -286,7 +289,7 @@ def _conclusion(state: Roster) -> RunOver:
         status = stage.status
         if status is None:
             status = statuses.get(stage.culprit) if stage.culprit is not None else None
-            # A worker that failed and still exits 0 or quietly must not make the whole run look well.
+            # A worker that failed but exits with status 0 or QUIET_EXIT must not make the whole run look successful.
             status = 1 if status in (None, 0, QUIET_EXIT) else status
         return RunOver(stage.reason, completed=False, exit_status=shell_status(status))
     for slot in state.slots:
@@ -303,7 +306,7 @@ def ending(status: int) -> str:
 
 
 def shell_status(status: int) -> int:
-    """What a shell would report for a wait status."""
+    """The exit status that a shell reports for a wait status."""
     return 128 - status if status < 0 else status
 
 
@@ -312,7 +315,7 @@ def _alive(state: Roster) -> list[Slot]:
 
 
 def _has_gone_silent(slot: Slot) -> bool:
-    """Whether the process that was a worker a moment ago is still the slot's, and not asleep: its end is on the way."""
+    """Whether the slot still has the process that was a worker a moment ago, and that is not suspended."""
     return isinstance(slot.process, Alive) and slot.process.greeted and slot.away is None
 
 

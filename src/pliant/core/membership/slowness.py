@@ -1,11 +1,11 @@
-"""Who is left out for being slow, and who counts as hung.
+"""Which workers are left out for being slow, and which count as hung.
 
-Question  A process is alive, but its main loop does not get on and others wait for it: when do they go on without it,
+Question  A process is alive, but its main loop makes no progress and others wait for it: when do they go on without it,
           and when is it killed?
-Holds     A worker is left out only while another one that holds the state really waits for it, and only where the
-          others would lose more by waiting than it loses by taking the state over again. Nobody is left out before its
-          first contribution of a phase, unless its script has said that it is busy; nor while somebody who waits is
-          behind it, for then the update it has made would be made a second time. A worker is killed only after
+Holds     A worker is left out only while another one that holds the state really waits for it, and only if the others
+          would lose more by waiting than the worker loses by fetching the state again. It is not left out before its
+          first contribution of a phase, unless its script has said that it is busy; nor while a waiting worker is
+          behind it, because then its last update would be made a second time. A worker is killed only after
           ``hung_after``, never while its script says that it is busy, and never as the last one that holds the state.
 Source    ours; docs/design/0022-slow-is-not-hung.md. Waiting as long again as one has waited already is at most twice
           as bad as knowing the future (ski rental; Karlin et al. 1988).
@@ -21,20 +21,20 @@ import msgspec
 from pliant.core.membership.roster import Connected, EraMember, Roster, members_of
 
 SLOW_STEPS = 10
-"""A main loop that takes so many times its usual step while others wait is slow."""
+"""A main loop that takes this many times its usual step while others wait is slow."""
 
 REGROUP_S = 0.15
-"""What a new era costs the others: forming a group, and computing once more what was in flight."""
+"""Cost of a new era for the others: forming a group, and computing again what was in flight."""
 
 BUSY_S = REGROUP_S
-"""For a worker that is busy others have waited so long before they go on without it: what that costs them."""
+"""The others wait this long for a busy worker before they go on without it: as long as the new era will cost them."""
 
 HANDOFF_S = 1.0
-"""How long a worker takes to take the state over, until it has been measured."""
+"""How long a worker takes to fetch the state, until it has been measured."""
 
 
 class SlownessVerdict(enum.Enum):
-    """What is to be done about a member."""
+    """What happens to a member."""
 
     GOES_ON = "goes on"
     LEFT_OUT = "left out"
@@ -42,27 +42,27 @@ class SlownessVerdict(enum.Enum):
 
 
 class GroupProgress(msgspec.Struct, frozen=True):
-    """What matters about all members together: looked at once, however many are judged."""
+    """Figures about all members together, computed once for all judgements."""
 
     members: int
     exchange: float
-    """the least that one who waits has settled; infinite: nobody waits"""
+    """least number of exchanges settled by a waiting member; infinite: no member waits"""
     since_s: float
-    """since when somebody waits"""
+    """since when a member has been waiting"""
     computing_since_s: float
-    """... who would compute meanwhile"""
+    """since when a member has been waiting that could compute meanwhile (one at the end of its script could not)"""
     waiting_pace: float
-    """of those, together"""
+    """pace of all waiting members that could compute, together"""
     pace: float
-    """of all members, together"""
+    """pace of all members together"""
     usual_pace: float
-    """of one that was not measured"""
+    """pace assumed for a member that was not measured"""
     handoff_s: float
-    """the longest that is known; 0: none is"""
+    """the longest handoff measured; 0: not measured yet"""
 
 
 def others(state: Roster) -> GroupProgress:
-    """How it stands with the members. Who holds nothing does not count as waiting."""
+    """The figures about the members. A member without the state does not count as waiting."""
     present = list(members_of(state))
     known = [member.pace for _, member in present if member.pace > 0]
     usual = math.fsum(known) / len(known) if known else 1.0
@@ -93,20 +93,20 @@ def _since_s(member: EraMember) -> float:
 
 
 def judged(state: Roster, all_: GroupProgress, member: EraMember, now_s: float) -> SlownessVerdict:
-    """What is to be done about this member now."""
+    """What happens to this member now."""
     if _is_idle(member) or all_.exchange == math.inf or all_.exchange < member.exchange:
         return SlownessVerdict.GOES_ON
     lasts_s = now_s - member.progress_s
     if not member.busy and min(lasts_s, now_s - all_.since_s) > state.hung_after_s:
         return SlownessVerdict.HUNG
     if now_s - all_.computing_since_s <= _patience_s(state, member) or all_.members <= state.rules.min_workers:
-        # Or the others could not go on without it.
+        # Second condition: without it there would be fewer workers than --min-workers.
         return SlownessVerdict.GOES_ON
     return SlownessVerdict.LEFT_OUT if _pays(all_, member, lasts_s) else SlownessVerdict.GOES_ON
 
 
 def kill_s(state: Roster, member: EraMember, now_s: float) -> float:
-    """When the process of a member that is left out now is killed, if it has not come back by then."""
+    """When the process of a member that is left out now is killed if it has not come back."""
     if member.busy:
         return math.inf
     return max(now_s, member.progress_s + state.hung_after_s)
@@ -121,9 +121,9 @@ def _patience_s(state: Roster, member: EraMember) -> float:
 
 
 def _pays(all_: GroupProgress, member: EraMember, lasts_s: float) -> bool:
-    """Whether those who wait would lose more than a new era and the state's way back to the slow one cost."""
+    """Whether waiting would cost the others more than a new era and the handoff back to the slow worker cost."""
     pace = member.pace or all_.usual_pace
-    # Nothing is known of what is to come but this: it has lasted so long, or it takes so long as a rule.
+    # Estimate of the remaining wait: as long again as it has lasted, or what is left of the expected time.
     wait_s = max(lasts_s, member.expected_s - lasts_s)
     handoff_s = member.handoff_s or all_.handoff_s or HANDOFF_S
     return all_.waiting_pace * wait_s > pace * handoff_s + (all_.pace - pace) * REGROUP_S

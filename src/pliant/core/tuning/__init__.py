@@ -1,1 +1,1 @@
-"""core.tuning: What is measured in the rounds, and which delay, rate, loss scale and batch follow from it?"""
+"""core.tuning: What is measured during the rounds, and which delay, learning rate, loss scale and batch follow?"""

@@ -1,12 +1,12 @@
 """Whether the next contribution is computed while the last one is summed.
 
 Question  With ``delay="auto"``: which delay is in force in the coming round?
-Holds     A pure function of the tickets, the same on all workers. What each delay makes of the workers is measured,
-          not guessed: its *harvest* over some full rounds, samples over what the same workers would have computed in
-          that time without waiting or paying for the round. Synchronous rounds are kept where they come within 3 % of
-          the overlap, because their gradients are not delayed. The other one is tried again so seldom that trying
-          costs half a percent at most. An overlap is ended by a round beside which nobody draws, so that no
-          contribution is computed at two points of the weights.
+Holds     A pure function of the tickets, the same on all workers. Each delay's *harvest* is measured over some full
+          rounds: samples computed, divided by those that the same workers would have computed in that time without
+          waiting and without the cost of a round. Synchronous rounds are kept if they come within 3 % of the overlap,
+          because their gradients are not delayed. The other delay is tried again so rarely that this costs half a
+          percent at most. The last round of an overlap is summed while no worker draws, so that no contribution is
+          computed at two points of the weights.
 Source    ours; docs/design/0010-delay-auto.md.
 """
 
@@ -21,24 +21,24 @@ from msgspec.structs import replace
 from pliant.core.tickets import Ticket
 
 AUTO = -1
-"""as ``Policy.delay``: decided here"""
+"""Value of ``Policy.delay`` that means: decided here."""
 
 TRIAL = 8
-"""Rounds whose harvest is taken together: that of a single one is mostly scatter."""
-# Of those, the part that is waited before measuring begins: the pipeline fills or empties.
+"""Rounds of one trial: the harvest of a single round is mostly noise."""
+# The part of a trial to skip before measuring begins: the pipeline fills or empties.
 _SETTLING = 0.25
-# Trials' lengths with which a run begins, without delay: the beginning is where a delay costs accuracy.
+# A run begins without delay for this many trials: at the beginning a delay costs most accuracy.
 _FIRST = 3
-# Synchronous rounds are good enough from this share of the other's harvest on; going back takes a little more.
+# Synchronous rounds are chosen from this share of the overlap's harvest on, and given up below a slightly lower one.
 _ENOUGH = 0.97
 _TOO_LITTLE = 0.96
-# The user hears of another delay beyond these: two that are nearly alike may take turns for ever.
+# A change is reported to the user only beyond these bounds: two delays that are nearly equal may alternate forever.
 _CLEARLY_ENOUGH, _CLEARLY_TOO_LITTLE = 0.99, 0.93
 # What trying the other delay may cost, in rounds lost per round …
 _COST = 0.005
-# … and at least and at most so many trials' lengths lie between two of them.
+# … and the least and most rounds between two tries, in trials.
 _LEAST, _MOST = 8, 512
-# A harvest is the mean of about so many trials: one alone may scatter by as much as is in question.
+# A harvest is the mean of about this many trials: a single one scatters by as much as the difference in question.
 _REMEMBERED = 4
 
 
@@ -47,21 +47,21 @@ class DelayState(msgspec.Struct, frozen=True):
 
     delay: int = 0
     turning: bool = False
-    """the overlap ends with the next round: nobody draws beside it"""
+    """the overlap ends with the next round: no worker draws while it is summed"""
     rounds: int = 0
-    """full rounds since the change"""
+    """full rounds since the last change"""
     counted: int = 0
-    """those of them that are in the two sums"""
+    """rounds that are included in ``made`` and ``possible``"""
     made: float = 0.0
-    """samples"""
+    """samples computed"""
     possible: float = 0.0
     """samples that the same workers would have computed without waiting and without the rounds' cost"""
     harvests: tuple[float | None, float | None] = (None, None)
-    """by delay, None: not measured yet"""
+    """by delay; None: not measured yet"""
     trials: int = 0
-    """that the harvest in force is the mean of, as far as it is remembered"""
+    """number of trials in the mean of the present delay's harvest, at most ``_REMEMBERED``"""
     told: int | None = None
-    """the delay that the user knows of"""
+    """the delay last reported to the user"""
 
 
 class DelayVerdict(msgspec.Struct, frozen=True):
@@ -74,7 +74,10 @@ class DelayVerdict(msgspec.Struct, frozen=True):
 def after(
     choice: DelayState, tickets: Sequence[Ticket], *, trial: int, full: bool
 ) -> tuple[DelayState, DelayVerdict | None]:
-    """The choice after a training round; ``full``: it was no short one, and nobody came or went with it."""
+    """The state after a training round, and the verdict if there is a new one to report.
+
+    ``trial``: rounds of a trial. ``full``: the round was not cut short, and no member joined or left with it.
+    """
     if choice.turning:
         return _changed(choice, 0), None
     if not full:
@@ -101,7 +104,7 @@ def after(
 
 
 def moved(choice: DelayState) -> DelayState:
-    """The roster has changed: measure anew, and try the other delay sooner."""
+    """The state after a change of the roster: measure again, and try the other delay sooner."""
     return replace(choice, rounds=0, counted=0, made=0.0, possible=0.0, trials=0)
 
 
@@ -124,7 +127,7 @@ def _preferred(choice: DelayState) -> tuple[int, bool]:
     """The better delay as far as is known, and whether that is certain."""
     synchronous, overlapped = choice.harvests
     if synchronous is not None and synchronous >= _ENOUGH:
-        # No overlap can harvest more than everything.
+        # A harvest is at most 1, so the overlap cannot be better by more than 3 %.
         return 0, True
     if synchronous is None or overlapped is None:
         return 1 - choice.delay, False
@@ -133,7 +136,7 @@ def _preferred(choice: DelayState) -> tuple[int, bool]:
 
 
 def _is_clear(harvests: tuple[float | None, float | None], delay: int) -> bool:
-    """Whether a change is worth a word: between the two bounds the delays are about as good as each other."""
+    """Whether a change is worth reporting: between the two bounds the delays are about equal."""
     synchronous, overlapped = harvests
     ratio = (synchronous or 0.0) / (overlapped or 1.0)
     return ratio >= _CLEARLY_ENOUGH if delay == 0 else ratio <= _CLEARLY_TOO_LITTLE
@@ -148,5 +151,5 @@ def _patience(choice: DelayState, trial: int) -> int:
 
 
 def _changed(choice: DelayState, delay: int) -> DelayState:
-    # What was measured the last time still counts, as one trial.
+    # The last measurement of this delay still counts, as one trial.
     return DelayState(delay=delay, harvests=choice.harvests, trials=1, told=choice.told)

@@ -1,8 +1,8 @@
-"""How the loss scale of mixed precision moves.
+"""How the loss scale of mixed precision changes.
 
-Question  Which scale does the group use next, after a round that was finite or not?
-Holds     The scale is a function of the rounds alone, so it is equal on all workers. It stays within float32, as which
-          it is multiplied with a loss.
+Question  Which scale does the group use next, after a round with or without an overflow?
+Holds     The scale is a function of the rounds alone, so it is equal on all workers. It stays within the range of
+          float32, the type in which it is multiplied with a loss.
 Source    torch.amp.GradScaler's rule: back off on a non-finite round, grow after an interval without one.
 """
 
@@ -12,11 +12,11 @@ import msgspec
 from msgspec.structs import replace
 
 _LARGEST = (2.0 - 2.0**-23) * 2.0**127
-"""of float32; without an overflow, in bfloat16 say, a scale would grow beyond it in the end"""
+"""Largest float32. Where no overflow ever happens (bfloat16, say), a scale would finally grow beyond it."""
 
 
 class Scale(msgspec.Struct, frozen=True):
-    """The scale and the finite rounds since it last moved."""
+    """The scale, the rule's settings, and the finite rounds since the last change."""
 
     scale: float
     growth_factor: float

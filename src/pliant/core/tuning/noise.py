@@ -1,10 +1,10 @@
-"""How noisy the gradient is, from the scalars that tickets carry.
+"""The gradient noise scale, estimated from scalars in the tickets.
 
-Question  How much of a round's gradient is signal, and up to which batch do more samples make it better?
+Question  How much of a round's gradient is signal, and up to which batch do more samples improve it?
 Holds     Unbiased for any shares: each worker's mean gradient g_i of n_i samples and the group's g = Σ p_i·g_i estimate
-          S (the trace of one sample's covariance) and G² (the squared norm of the true gradient). Averages of both are
-          kept apart, because a mean of ratios is not the ratio of means. Nothing is learned from a round with a single
-          contributor. The norm of a sum is known only after it: a later ticket brings it, by its round's number.
+          S (the trace of one sample's covariance) and G² (the squared norm of the true gradient). S and G² are averaged
+          separately, because a mean of ratios is not the ratio of means. A round with a single contributor gives no
+          estimate. The norm of a sum is known only after the round, so a later ticket carries it.
 Source    McCandlish et al. 2018, appendix A, for two batch sizes; AdaScale (Johnson et al. 2020) for the memory; the
           form for unequal shares is ours, docs/design/0008-rates.md.
 """
@@ -19,15 +19,16 @@ from msgspec.structs import replace
 
 from pliant.core.tickets import Ticket
 
-# Every round is measured until this many are; then a norm of the sum is one extra pass over the gradients ...
+# Every round is measured until there are this many estimates; afterwards only every ``STRIDE``-th round, because the
+# norm of the sum is an extra pass over the gradients.
 DENSE = 16
-# ... in every so many rounds: both averages reach over hundreds of rounds.
+# Few are enough: both averages reach over hundreds of rounds.
 STRIDE = 8
-# Fewer estimates than this are no knowledge.
+# With fewer estimates than this the noise scale counts as unknown.
 ENOUGH = 5
-# What the averages remember, in reference batches (AdaScale's θ = 1 − S/1000).
+# Memory of the averages, in reference batches (AdaScale's θ = 1 − S/1000).
 MEMORY = 1000.0
-# A round's norm comes with the next ticket, or the one after that; whatever is older was lost with an era.
+# A round's norm comes with the next ticket or the one after that; an older one was lost with an era.
 _MOST_OPEN = 4
 
 
@@ -41,9 +42,9 @@ class Contributed(msgspec.Struct, frozen=True):
     square: float
     """Σ p_i |g_i|²"""
     between: float
-    """Σ p_i (1 − p_i) / n_i: what multiplies S in the spread of the workers around the mean"""
+    """Σ p_i (1 − p_i) / n_i: the factor of S in the spread of the workers around the mean"""
     within: float
-    """Σ p_i² / n_i: what multiplies S in |g|²; 1/B where weights are samples"""
+    """Σ p_i² / n_i: the factor of S in |g|²; 1/B if weights are samples"""
 
 
 class Noise(msgspec.Struct, frozen=True):
@@ -54,16 +55,16 @@ class Noise(msgspec.Struct, frozen=True):
     signal: float = 0.0
     """G²; single estimates may be negative, and so may their mean where there is hardly any signal"""
     weight: float = 0.0
-    """of what the means hold, in memories"""
+    """weight of the means, in units of ``MEMORY``"""
     measured: int = 0
     """estimates so far"""
     samples: int = 0
-    """samples of all settled rounds at the last one"""
+    """samples of all settled rounds at the last estimate"""
     awaited: tuple[Contributed, ...] = ()
 
     @property
     def scale(self) -> float | None:
-        """B_noise in samples: S/G². None while unknown, infinite where no signal can be told from the noise."""
+        """B_noise in samples: S/G². None while unknown, infinite if the signal cannot be told from the noise."""
         if self.measured < ENOUGH:
             return None
         if self.variance <= 0.0:
@@ -72,7 +73,7 @@ class Noise(msgspec.Struct, frozen=True):
 
 
 def is_due(noise: Noise, number: int) -> bool:
-    """Whether the norm of round ``number``'s mean gradient is to be taken."""
+    """Whether the norm of round ``number``'s mean gradient is measured."""
     return noise.measured < DENSE or number % STRIDE == 0
 
 
@@ -95,9 +96,9 @@ def contributed(noise: Noise, number: int, samples: int, tickets: Sequence[Ticke
 
 
 def told(noise: Noise, tickets: Sequence[Ticket]) -> tuple[int, float] | None:
-    """(round, squared norm of its mean gradient) that these tickets bring: the first member's that has one.
+    """(round, squared norm of its mean gradient) from these tickets: from the first member that sends one.
 
-    The sum has the same bits everywhere, its norm on unlike processors perhaps not: one of them decides.
+    The sum has the same bits everywhere, but its norm may differ between processors: one value must be used by all.
     """
     awaited = {each.round for each in noise.awaited}
     for ticket in tickets:
@@ -109,12 +110,12 @@ def told(noise: Noise, tickets: Sequence[Ticket]) -> tuple[int, float] | None:
 def measured(noise: Noise, number: int, square: float, reference: int) -> Noise:
     """Take in the squared norm of the mean gradient of round ``number``, which is awaited."""
     kept = next(each for each in noise.awaited if each.round == number)
-    # Σ p_i |g_i|² − |g|² = Σ p_i |g_i − g|² ≥ 0, but for rounding; its expectation is S times ``between``.
+    # Σ p_i |g_i|² − |g|² = Σ p_i |g_i − g|² ≥ 0, except for rounding; its expectation is S times ``between``.
     variance = max(0.0, kept.square - square) / kept.between
     signal = square - variance * kept.within
     since = kept.samples - noise.samples
     keep = max(0.0, 1.0 - since / (MEMORY * reference))
-    # An estimate stands for the samples since the last one, but not for a time in which nothing was measured.
+    # An estimate has the weight of the samples since the last one, but of at most STRIDE rounds.
     added = min(1.0, min(since, STRIDE * kept.batch) / (MEMORY * reference))
     weight = keep * noise.weight + added
     return Noise(

@@ -1,8 +1,8 @@
-"""How fast each worker is, from what its tickets said.
+"""How fast each worker is, measured by its tickets.
 
-Question  How many samples per second does each worker manage, and how long does a round take?
-Holds     Pure functions of the tickets, the same on all workers: sums are exactly rounded, because Python's own
-          ``sum`` of floats is not the same in all its versions. Waiting never counts as slowness.
+Question  How many samples per second does each worker compute, and how long does a round take?
+Holds     Pure functions of the tickets, the same on all workers: sums are exactly rounded, because the result of
+          Python's ``sum`` of floats depends on its version. Waiting never counts as slowness.
 Source    ours; docs/design/0002-rounds.md.
 """
 
@@ -16,12 +16,12 @@ from msgspec.structs import replace
 
 from pliant.core.tickets import Ticket
 
-# Half of the memory is gone after one round: a device that slows down is followed within two or three
-# rounds, a single noisy round moves a share by half of its error.
+# Each round halves the weight of the older ones: a device that slows down is followed within two or three
+# rounds, and a single noisy round moves a share by half of its error.
 _KEEP = 0.5
-# A pace that is off by more than this factor is no noise but another device (throttled, shared): believed at once.
+# A change of pace by more than this factor is not noise (throttled or shared device): the new value replaces the old.
 _ANOTHER_DEVICE = 1.4
-# What is left of a slow worker's busy time after an exchange in which it was dealt nothing.
+# Factor on a slow worker's busy time after an exchange in which it was dealt nothing.
 _FORGIVING = 0.8
 
 
@@ -42,11 +42,11 @@ class Pacing(msgspec.Struct, frozen=True):
 
     members: tuple[Pace, ...]
     round_s: float = 0.0
-    """how long a round takes, by the worker that took longest"""
+    """how long a round takes the worker that takes longest"""
     sum_s: float = 0.0
     """how long a summation takes once the last worker has handed in"""
     cost_s: float = 0.0
-    """what a round costs every worker besides computing: update, look-ahead, hand-in"""
+    """time that a round costs every worker in addition to computing: update, look-ahead, hand-in"""
 
     def paces(self) -> tuple[float, ...]:
         """Samples per second of each worker; an unmeasured one counts as the mean of the others."""
@@ -57,15 +57,17 @@ class Pacing(msgspec.Struct, frozen=True):
 
     @property
     def measured(self) -> bool:
+        """Whether the pace of any worker is known."""
         return any(m.samples_per_s is not None for m in self.members)
 
 
 def unmeasured(members: int) -> Pacing:
+    """The pacing before any worker has been measured."""
     return Pacing(members=(Pace(),) * members)
 
 
 def seated(pacing: Pacing, places: Sequence[int | None]) -> Pacing:
-    """The same figures for another order of members, or some of them; None stands for one not measured yet."""
+    """The same figures for another order or a subset of members; None in ``places`` stands for a new member."""
     if len(places) == len(pacing.members) and all(place == index for index, place in enumerate(places)):
         return pacing
     return replace(pacing, members=tuple(Pace() if place is None else pacing.members[place] for place in places))
@@ -78,7 +80,7 @@ def measure(pacing: Pacing, tickets: Sequence[Ticket]) -> Pacing:
     if not working:
         return pacing
     round_s = max([ticket.busy_s + ticket.idle_s for ticket in working])
-    # The last worker to hand in waits for the summation alone; everyone else also for that worker.
+    # The last worker to hand in waits only for the summation; all others also wait for that worker.
     sum_s = min([ticket.sum_s for ticket in tickets])
     cost_s = math.fsum(ticket.cost_s for ticket in tickets) / len(tickets)
     return Pacing(
@@ -90,9 +92,10 @@ def measure(pacing: Pacing, tickets: Sequence[Ticket]) -> Pacing:
 
 
 def forgiven(pacing: Pacing, tickets: Sequence[Ticket]) -> Pacing:
-    """Where few samples are dealt: who got none is thought a little faster than before, up to the mean.
+    """Raise the pace of slow members that were dealt no samples a little, up to the mean.
 
-    Else one bad measurement (a short ``evaluate`` in which it had to wait) would leave it without samples for ever.
+    Otherwise one bad measurement (a short ``evaluate`` in which it had to wait) would leave a worker without samples
+    forever.
     """
     paces = pacing.paces()
     mean = math.fsum(paces) / len(paces)

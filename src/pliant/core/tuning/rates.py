@@ -2,8 +2,8 @@
 
 Question  By which factor is the schedule's rate multiplied in this round?
 Holds     A fixed batch always has factor 1. A rising factor is ramped, because the momentum buffer still
-          carries the noise of the old batch; a falling one takes effect at once. The ramp works on whatever target
-          the rule gives, and that lies between 1 and the batch in reference batches.
+          carries the noise of the old batch; a falling one takes effect in the same round. The ramp works for the
+          target of any rule; a target lies between 1 and the batch in units of the reference batch.
 Source    Dynamic mini-batch SGD (Lin et al. 2019, eq. 6) for the ramp; its length from the noise recursion
           U ← μ²U + (1−μ²)/k (PAPERS §1, ours); sqrt rule for Adam and its moments (Malladi et al. 2022);
           AdaScale's gain (Johnson et al. 2020) in the form for unequal shares (ours). docs/design/0008-rates.md.
@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from pliant.errors import UsageError
 
-# The open batch fluctuates from round to round by about one micro-batch of every worker; a memory of ten
-# rounds takes that out and still follows a change of roster within the ramp's own length.
+# The open batch fluctuates from round to round by about one micro-batch of every worker. A filter with a memory of ten
+# rounds removes that, and still follows a change of roster within the length of the ramp.
 _EMA_KEEP = 0.9
 
 # A rise that leaves the noise of an update below this multiple of its new steady state needs no ramp.
@@ -30,13 +30,16 @@ NAMES = ("constant", "linear", "sqrt", "adascale")
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """How the rate follows the batch; made by the functions of this module. Its text is its name in the journal."""
+    """How the learning rate follows the batch; created by the functions of this module.
+
+    ``str(rule)`` is its name in the journal.
+    """
 
     name: str
     moments: bool = False
-    """Adam's betas and epsilon follow, too"""
+    """Adam's betas and epsilon follow the batch, too"""
     ramps: bool = True
-    """a rise is spread over rounds"""
+    """a rise is spread over several rounds"""
 
     def __str__(self) -> str:
         text = f"{self.name}(moments=True)" if self.moments else self.name
@@ -51,34 +54,35 @@ def constant() -> Rule:
 
 
 def linear() -> Rule:
-    """The rate grows with the batch: SGD, while the batch is far below the noise scale."""
+    """The rate is proportional to the batch. For SGD while the batch is far below the gradient noise scale."""
     return Rule("linear")
 
 
 def sqrt(*, moments: bool = False) -> Rule:
-    """The rate grows with the root of the batch: Adam and AdamW.
+    """The rate is proportional to the square root of the batch. For Adam and AdamW.
 
-    ``moments``: in each update their betas and epsilon follow as well: 1 − β → k(1 − β), ε → ε/√k.
+    ``moments=True`` also adjusts betas and epsilon in each update, for a batch k times the reference batch:
+    1 − β → k(1 − β), ε → ε/√k.
     """
     return Rule("sqrt", moments=moments)
 
 
 def adascale(*, moments: bool = False) -> Rule:
-    """The rate grows by as much as the gradient's noise allows, and the schedule by what that was worth.
+    """The rate is multiplied by AdaScale's gain, estimated from the gradient noise; the schedule advances by the gain.
 
-    ``moments``: for Adam and AdamW, whose steps have a length of their own: the rate grows with the root of the gain,
-    betas and epsilon follow as in ``sqrt``.
+    ``moments=True`` is for Adam and AdamW, which normalize the length of a step: the rate is multiplied by the square
+    root of the gain, and betas and epsilon are adjusted as in ``sqrt``.
     """
     return Rule("adascale", moments=moments)
 
 
 def ramped(rule: Rule | str) -> Rule:
-    """A rise is spread over as many rounds as the momentum needs to forget the old batch: the default."""
+    """``rule`` with a ramp (the default): a rise takes as many rounds as the momentum needs to forget the old batch."""
     return replace(of(rule), ramps=True)
 
 
 def at_once(rule: Rule | str) -> Rule:
-    """No ramp: every change takes effect in the round that brings it."""
+    """``rule`` without a ramp: every change takes effect in the same round."""
     return replace(of(rule), ramps=False)
 
 
@@ -89,11 +93,11 @@ def _every() -> Mapping[str, Rule]:
 
 LINEAR = linear()
 RULES: Mapping[str, Rule] = _every()
-"""Every rule there is, by its text."""
+"""Every rule, by ``str(rule)``."""
 
 
 def of(value: object) -> Rule:
-    """The rule that ``value`` is, or names; a bare name is ramped."""
+    """The rule that ``value`` is or names (a name alone: with a ramp). Raises ``UsageError`` for other values."""
     if isinstance(value, str) and value in NAMES:
         return Rule(value)
     if isinstance(value, Rule) and RULES.get(str(value)) == value:
@@ -103,10 +107,10 @@ def of(value: object) -> Rule:
 
 
 def gain(k: float, reference: int, noise_scale: float | None) -> float:
-    """AdaScale's gain: how many updates of the reference batch one update on ``k`` times its samples is worth.
+    """AdaScale's gain: how many updates with the reference batch one update with ``k`` times as many samples replaces.
 
-    E|g|² at the reference batch over E|g|² at k of them, (S/B_ref + G²) / (S/kB_ref + G²): 1 where all gradients are
-    equal, k where they are noise alone, and 1 while nothing is known. Below the reference batch the rate falls with it.
+    It is E|g|² at the reference batch over E|g|² at k times that, (S/B_ref + G²) / (S/kB_ref + G²): 1 if all gradients
+    are equal, k if they are only noise, and 1 while the noise is unknown. For k < 1 it is k.
     """
     if k <= 1.0 or noise_scale is None:
         return min(k, 1.0)
@@ -132,9 +136,9 @@ def target(rule: Rule, k: float, *, reference: int = 1, noise_scale: float | Non
 
 
 def moments(betas: tuple[float, float], epsilon: float, factor: float) -> tuple[tuple[float, float], float]:
-    """Adam's betas and epsilon in an update whose rate is ``factor`` times the schedule's, as √k: k is its square.
+    """Adam's betas and epsilon in an update whose rate is ``factor`` = √k times the schedule's rate.
 
-    A batch that holds more than a moment's whole memory replaces it: β is 0 then.
+    If the batch is larger than the whole memory of a moment, it replaces the moment: β is 0.
     """
     k = factor * factor
     first, second = (max(0.0, 1.0 - k * (1.0 - beta)) for beta in betas)
@@ -142,7 +146,7 @@ def moments(betas: tuple[float, float], epsilon: float, factor: float) -> tuple[
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """The factor now, the filtered batch behind it (None before the first round), the ramp's step."""
+    """The present factor, the filtered batch (None before the first round), and the step of the ramp."""
 
     factor: float = 1.0
     batch: float | None = None
@@ -164,12 +168,12 @@ def follow(
     k = filtered / reference
     wanted, squared = target(rule, k, reference=reference, noise_scale=noise_scale), momentum * momentum
     noise = squared * rate.noise + (1.0 - squared) / k
-    # Judged by what the buffer still carries: many small rises in a row are as noisy as a large one. AdaScale's target
-    # also rises with what it learns, while the batch stands still: more than a little of that takes its time, too.
+    # Judged by the noise still in the buffer: many small rises in a row add as much noise as a large one. AdaScale's
+    # target also rises with a new noise estimate at the same batch: such a rise is ramped, too, unless it is small.
     harmless = k * noise <= _EXCESS and (rule.name != "adascale" or wanted <= _EXCESS * rate.factor)
     if not rule.ramps or wanted <= rate.factor or harmless:
         return Rate(wanted, filtered, 0.0, noise)
-    # A ramp keeps its first slope: dividing what is left anew each round would never arrive.
+    # A ramp keeps its first slope: dividing the remainder again in each round would never reach the target.
     step = max(rate.step, (wanted - rate.factor) / ramp_rounds(wanted, rate.factor, momentum))
     # A target that moves while the ramp runs can make it too steep; the noise itself is the bound.
     ceiling = wanted * min(1.0, math.sqrt(_EXCESS / (k * noise)))
@@ -177,10 +181,10 @@ def follow(
 
 
 def progress(rule: Rule, rate: Rate, *, batch: int, reference: int, short: bool) -> float:
-    """By how many samples a round of an open batch moves the schedule on.
+    """By how many samples a round of an open batch advances the schedule.
 
-    AdaScale counts updates by their gain, so that the schedule sees the steps that the reference batch would have made;
-    a round cut short by the epoch's end is worth no more than its samples. All other rules count samples.
+    AdaScale counts an update by its gain, so that the schedule sees the steps that the reference batch would have made;
+    a round cut short by the epoch's end counts at most its samples. All other rules count samples.
     """
     if rule.name != "adascale":
         return float(batch)

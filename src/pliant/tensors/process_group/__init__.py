@@ -1,1 +1,1 @@
-"""tensors.process_group: How do the workers of an era exchange tickets and sum gradients?"""
+"""tensors.process_group: How do the workers of an era gather tickets and sum gradients?"""

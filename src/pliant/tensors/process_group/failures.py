@@ -1,9 +1,9 @@
-"""What an error of a group's library means.
+"""What an error of gloo or NCCL means.
 
-Question  Is it the others' connections that have failed, or can this worker's tensors not be summed at all?
-Holds     Only what another group could mend is a failure of connections. gloo and NCCL raise plain ``RuntimeError`` for
-          either, so what is refused is known by its words; anything unknown counts as a failure of connections, for to
-          take a death for an error of one's own would end the survivors.
+Question  Has a connection failed, or can this worker's tensors not be summed at all?
+Holds     A failure of connections is one that a new group can solve. gloo and NCCL raise a plain ``RuntimeError`` in
+          both cases, so refusals are recognized by their text. Unknown errors count as failed connections, because
+          mistaking another worker's death for an own error would end the survivors.
 Source    ours; the words are those of torch's ProcessGroupGloo and c10d, 2.6 to 2.13.
 """
 
@@ -22,7 +22,7 @@ _REFUSED = re.compile(
 
 
 def as_own(error: RuntimeError) -> Exception | None:
-    """The error to be raised in place of a failure of connections; None: that is what it is."""
+    """The error to raise if this worker's tensors cannot be summed; None if it is a failure of connections."""
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return error
     first = next(iter(str(error).splitlines()), "")

@@ -1,11 +1,11 @@
-"""The era's process group: tickets gathered and gradients summed in the background.
+"""The era's process group: an all-gather of tickets and an all-reduce of gradients in the background.
 
-Question  How does a contribution travel while the worker computes on, and how does a group come and go meanwhile?
-Holds     Nothing here blocks the caller except ``wait``, ``broadcast`` and ``FormingGroup.result``. No Python runs in
-          gloo's threads (one that asks for the interpreter while it shuts down takes the process with it), so
+Question  How are contributions summed while the worker goes on computing, and how are groups formed and left?
+Holds     Only ``Gloo()``, ``wait``, ``broadcast``, ``told`` and ``FormingGroup.result`` block the caller. No Python
+          runs in gloo's threads (a thread that asks for the interpreter while it shuts down aborts the process), so
           completion is polled. A group is formed over the control channel, under an attempt number that is never used
-          twice. It may be left at any moment, in the middle of a sum too: its connections are cut, its memory stays in
-          place until gloo's threads are done with it, and nothing of it remains. ``rank`` exists in this module only.
+          twice. It may be left at any moment, even during a sum: its connections are cut, and its memory stays
+          allocated until gloo's threads are done with it. The word ``rank`` is used in this package only.
 Source    Facts about gloo in DESIGN ("measured on this kind of machine"); docs/design/0005-exchange.md and
           0007-elastic.md.
 """
@@ -27,29 +27,29 @@ from pliant.tensors.process_group import failures, teardown
 from pliant.tensors.process_group.gloo_sockets import GlooSockets
 from pliant.tensors.process_group.reachability import ProbePort, Unconnected, unreached
 
-# Tickets wait for the slowest member, whose micro-batch may take minutes (compilation).
-# Death is told by the coordinator.
+# The all-gather of tickets waits for the slowest member, whose micro-batch may take minutes (compilation).
+# The coordinator reports dead members, so this timeout need not.
 _HANDING_IN = timedelta(hours=2)
-# Whole sums start when all tickets are in and need nobody's main thread. gloo forgets to end an operation whose
-# connection breaks in the middle of a large message: it ends by this timeout, and until then its memory is not free.
+# A whole sum starts when all tickets are in, and needs no main thread. If a connection breaks in the middle of a large
+# message, gloo never ends the operation: this timeout does, and until then its memory is in use.
 _SUMMING = timedelta(seconds=60)
-# A part of a sum waits for the slowest member's backward pass to come to it. Longer than any pass, and soon enough for
-# the memory of an operation that gloo has forgotten.
+# The sum of a bucket waits for the slowest member's backward pass. Longer than any pass, and short enough to free the
+# memory of an operation that gloo never ends.
 _SUMMING_PARTS = timedelta(minutes=10)
-# How long members wait for each other to begin with the forming.
+# How long members wait for each other to begin forming the group.
 _FORMING_S = 60.0
-# Once all have begun, connecting takes milliseconds. gloo may block for five times this when a member then dies.
+# Once all have begun, connecting takes milliseconds. If a member dies then, gloo may block for five times this.
 _CONNECTING = timedelta(seconds=10)
-# An idle worker's look at its exchange: a look costs a microsecond, a sum over loopback takes milliseconds.
+# How often an idle worker polls its exchange: a poll costs a microsecond, a sum over loopback takes milliseconds.
 _POLL_S = 0.0005
-# How often a blocked caller looks whether it may go on waiting.
+# How often a blocked caller checks whether it may go on waiting.
 _CHECK_S = 0.005
-# How soon a thread that waits for another member's key sees that it was abandoned.
+# How soon a thread that waits for another member's key notices that the group was abandoned.
 _REVOKED_S = 0.05
 
 
 class KeyValue(Protocol):
-    """What forming a group needs of the control channel. ``get`` raises TimeoutError when its time is up."""
+    """The key-value store of the control channel that a group is formed with. ``get`` raises TimeoutError in time."""
 
     def put(self, attempt: int, key: str, value: bytes) -> None: ...
 
@@ -57,7 +57,7 @@ class KeyValue(Protocol):
 
 
 class ControlStore(dist.Store):
-    """A torch store over the control channel; gloo calls set, get and wait only."""
+    """A torch ``Store`` over the control channel; gloo calls only ``set``, ``get`` and ``wait``."""
 
     def __init__(self, channel: KeyValue, attempt: int, prefix: str = "") -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class ControlStore(dist.Store):
 
 
 class Summation:
-    """One exchange, under way or over. Its memory belongs to the group until it is over, even if the group is left."""
+    """One exchange, running or over. Its memory belongs to the group until it is over, even if the group is left."""
 
     def __init__(
         self, works: Sequence[Any], tickets: Callable[[], list[bytes]] = list, memory: Sequence[Tensor] = ()
@@ -89,32 +89,32 @@ class Summation:
         self._start_s = time.perf_counter()
         self._more = False
         self.seconds = 0.0
-        """from hand-in until it was seen to be over"""
+        """time from hand-in until a poll saw that it was over"""
 
     def await_more(self) -> None:
-        """It is not over before ``complete``."""
+        """More sums will be added: the exchange is not over before ``complete``."""
         self._more = True
 
     def add(self, works: Sequence[Any], memory: Sequence[Tensor]) -> None:
-        """Something more of it is under way."""
+        """Add further operations that were started."""
         self._works += works
         self._memory += memory
 
     def complete(self) -> None:
-        """Nothing more comes."""
+        """No more operations will be added."""
         if self._more:
             self._more, self._start_s = False, time.perf_counter()
 
     @property
     def over(self) -> bool:
-        """Whether everything is in, or the exchange has failed: nobody touches its tensors any more."""
+        """Whether the exchange has completed or failed: its tensors are not accessed any more."""
         works = self._works
         if self._more:
             return False
         if works and all(work.is_completed() for work in works):
             self.seconds = time.perf_counter() - self._start_s
             self._error = _first_error(works)
-            # A work holds its group's connections: kept, it would keep them open.
+            # A work object keeps the group's connections open.
             self._works, self._memory = [], []
         return not self._works
 
@@ -128,7 +128,7 @@ class Summation:
         return True
 
     def tickets(self) -> list[bytes]:
-        """Everybody's tickets, in the order of the roster; raises what went wrong. Only once it is over."""
+        """All tickets, in the order of the roster; raises the error if the exchange failed. Only once it is over."""
         if self._error is not None:
             raise RuntimeError(str(self._error)) from None
         return self._tickets()
@@ -138,7 +138,7 @@ def _first_error(works: Sequence[Any]) -> RuntimeError | None:
     error = None
     for work in works:
         try:
-            # Each of them: on CUDA this is what makes the compute stream wait for the sum.
+            # Called for each work: on CUDA this makes the compute stream wait for the sum.
             work.wait()
         except RuntimeError as failure:
             error = error or failure.with_traceback(None)
@@ -146,7 +146,7 @@ def _first_error(works: Sequence[Any]) -> RuntimeError | None:
 
 
 class Alone:
-    """A group of one: every exchange is over at once."""
+    """A group of one worker: every exchange is over immediately."""
 
     members = 1
     place = 0
@@ -164,16 +164,16 @@ class Alone:
         return Summation([], lambda: [ticket])
 
     def go_on(self, summation: Summation, sums: Sequence[Tensor], *, last: bool = False) -> None:
-        """Nobody to tell."""
+        """Nothing to sum: there is no other worker."""
 
     def broadcast_async(self, tensor: Tensor, root: int) -> Summation:
         return Summation([])
 
     def broadcast(self, tensor: Tensor, root: int = 0, check: Callable[[], None] | None = None) -> None:
-        """Nobody to tell."""
+        """Nothing to send: there is no other worker."""
 
     def tell(self, payload: bytes, root: int) -> None:
-        """Nobody to tell."""
+        """Nothing to send: there is no other worker."""
 
     def told(self, root: int, check: Callable[[], None]) -> bytes:
         raise RuntimeError("nobody else is in a group of one")
@@ -192,7 +192,7 @@ class Gloo:
         self._wiring = GlooSockets(address)
         try:
             with ProbePort(address, members) as doorbell:
-                # gloo's own timeout is short: it must not begin before everybody is there, and can be reached.
+                # gloo's own timeout is short: it must not begin before all members are there and reachable.
                 others = _everybody(channel, attempt, place, members, doorbell.address)
                 missing = unreached(others)
                 if missing:
@@ -204,11 +204,11 @@ class Gloo:
         teardown.leave_at_exit(self)
 
     def exchange(self, ticket: bytes, sums: Sequence[Tensor]) -> Summation:
-        """Gather everybody's tickets and add up ``sums`` in place; returns at once."""
+        """All-gather the tickets and all-reduce ``sums`` in place; returns at once."""
         return self._exchanging(ticket, sums)
 
     def gather(self, ticket: bytes) -> Summation:
-        """The first half of ``exchange``, for who has to see the tickets before it knows the sums."""
+        """The first half of ``exchange``, for a caller that needs the tickets before it knows the sums."""
         return self._exchanging(ticket, [])
 
     def add_up(self, sums: Sequence[Tensor]) -> Summation:
@@ -216,23 +216,23 @@ class Gloo:
         return self._started(self._summing(sums), list, sums)
 
     def begin(self, ticket: bytes) -> Summation:
-        """The same as ``exchange`` for who has no more than the ticket yet: ``go_on`` with what is to be summed."""
+        """Start an exchange with only the ticket; tensors to sum follow by ``go_on``."""
         summation = self._exchanging(ticket, [])
         summation.await_more()
         return summation
 
     def go_on(self, summation: Summation, sums: Sequence[Tensor], *, last: bool = False) -> None:
-        """Add up ``sums`` too, after what was given before; ``last``: that is all."""
+        """All-reduce these tensors, too, after the earlier ones; ``last``: there will be no more."""
         summation.add(self._summing(sums, _SUMMING_PARTS), sums)
         if last:
             summation.complete()
 
     def broadcast_async(self, tensor: Tensor, root: int) -> Summation:
-        """Give everybody the values of the member at place ``root``, in place; returns at once."""
+        """Broadcast the tensor of the member at index ``root``, in place; returns at once."""
         return self._started([self._spreading(tensor, root)], list, [tensor])
 
     def broadcast(self, tensor: Tensor, root: int = 0, check: Callable[[], None] | None = None) -> None:
-        """Give everybody one member's values; blocks. ``check`` is called meanwhile and ends the wait by raising."""
+        """The same, but block until it is over. ``check`` is called meanwhile and may end the wait by raising."""
         spreading = self.broadcast_async(tensor, root)
         while not spreading.wait(_CHECK_S):
             if check is not None:
@@ -240,12 +240,12 @@ class Gloo:
         spreading.tickets()
 
     def tell(self, payload: bytes, root: int) -> None:
-        """Give everybody who calls ``told`` the bytes that all who call this know; returns at once."""
+        """Send bytes to the members that call ``told``; all members that have them call this. Returns at once."""
         self.broadcast_async(torch.tensor([len(payload)]), root)
         self.broadcast_async(torch.frombuffer(bytearray(payload), dtype=torch.uint8), root)
 
     def told(self, root: int, check: Callable[[], None]) -> bytes:
-        """The bytes that the member at place ``root`` tells; blocks. ``check`` ends the wait by raising."""
+        """Receive the bytes of the member at index ``root``; blocks. ``check`` may end the wait by raising."""
         length = torch.zeros(1, dtype=torch.int64)
         self.broadcast(length, root, check)
         payload = torch.empty(int(length), dtype=torch.uint8)
@@ -253,13 +253,13 @@ class Gloo:
         return bytes(payload.numpy())
 
     def leave(self) -> None:
-        """Take the group down without waiting for anybody; sums under way fail, here and at the others."""
+        """Take the group down without waiting for other members; running sums fail, here and there."""
         if self._group is None:
             return
         for each in self._under_way:
             each.complete()
         remains = teardown.Teardown(self._group, self._wiring, [each for each in self._under_way if not each.over])
-        # Whoever drops the last reference waits for gloo to end: not the caller.
+        # The thread that drops the last reference waits for gloo to end: this must not be the caller's.
         self._group, self._under_way = None, []
         remains.dispose()
 
@@ -293,20 +293,20 @@ class Gloo:
 
 
 def _everybody(channel: KeyValue, attempt: int, place: int, members: int, address: bytes) -> dict[int, bytes]:
-    """Where the others can be reached, by their places; waits until all have said so."""
+    """The addresses of the other members by index; waits until all have published theirs."""
     channel.put(attempt, f"here/{place}", address)
     others = [other for other in range(members) if other != place]
     return {other: channel.get(attempt, f"here/{other}", _FORMING_S) for other in others}
 
 
 def _connected(store: dist.Store, place: int, members: int, device: Any) -> Any:
-    """gloo's group: connected under a short timeout, used under a long one."""
+    """gloo's process group: connected with a short timeout, used with a long one."""
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave most of it out
     options = gloo._Options()
     options._devices = [device]
     extensible = hasattr(gloo, "_set_default_timeout")
     options._timeout = _CONNECTING if extensible else _HANDING_IN
-    # One after another: a sum begins, and its time runs, when all tickets are in.
+    # One thread: a sum begins, and its timeout starts, only when the all-gather of tickets is over.
     options._threads = 1
     try:
         group = gloo(store, place, members, options)
@@ -325,11 +325,11 @@ Group = TypeVar("Group", bound=Gloo)
 
 
 class Abandoned(RuntimeError):
-    """The group that was being formed is not wanted any more."""
+    """The group that was being formed is not needed any more."""
 
 
 class _Revocable:
-    """The control channel for as long as the forming is wanted."""
+    """The control channel, usable until the forming is abandoned."""
 
     def __init__(self, channel: KeyValue) -> None:
         self._channel = channel
@@ -364,7 +364,7 @@ class FormingGroup(Generic[Group]):
         self._group: Group | None = None
         self._error: BaseException | None = None
         self.over = False
-        """whether ``result`` would answer at once"""
+        """whether ``result`` would return without waiting"""
         self._thread = teardown.in_background(lambda: self._form(make), "pliant-forming", self.abandon)
 
     @property
@@ -373,7 +373,7 @@ class FormingGroup(Generic[Group]):
         return self.over and self._error is not None
 
     def result(self) -> Group:
-        """The group, from now on the caller's; raises what went wrong. Waits while it is not over."""
+        """The group, which the caller now owns; raises the error if forming failed. Waits until it is over."""
         self._thread.join()
         with self._lock:
             group, self._group = self._group, None
@@ -382,7 +382,7 @@ class FormingGroup(Generic[Group]):
         return group
 
     def abandon(self) -> None:
-        """Give up, at any moment: whatever comes of it is closed. A group that was taken stays its owner's."""
+        """Give up, at any moment: a group that is formed later is closed, one taken by ``result`` is not affected."""
         with self._lock:
             self._channel.revoked = True
             group, self._group = self._group, None

@@ -1,10 +1,10 @@
 """The sockets of one gloo device: finding them, cutting them, keeping them out of forked children.
 
-Question  How is a group taken down at once, when gloo itself waits for the others to answer?
+Question  How is a group taken down immediately, although gloo itself waits for answers from the others?
 Holds     A cut connection fails every operation on it, here and at the peer. Only sockets that the device's own epoll
           instance watches are touched, each identified by its inode, so never one of the user's. The listening
-          socket is never cut (gloo ends the process when ``accept`` fails); it goes with the device. A forked
-          child holds no copy. Where ``/proc`` does not tell, nothing is cut and ``cut`` says so.
+          socket is never cut (gloo ends the process when ``accept`` fails); it is closed with the device. A forked
+          child holds no copy. If ``/proc`` does not show the sockets, nothing is cut, and ``cut`` returns False.
 Source    ours; /proc/PID/fdinfo of epoll instances (proc(5), since Linux 3.8; inodes since 4.13).
 """
 
@@ -34,21 +34,21 @@ _registered = False
 
 
 class GlooSockets:
-    """One gloo device and its sockets; one group each, so that the sockets are the group's."""
+    """One gloo device and its sockets. Each group has its own device, so the sockets are the group's."""
 
     def __init__(self, address: str) -> None:
         gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave most of it out
         with _making:
             before = _all_watched()
-            # Many hosts resolve their own name to 127.0.1.1: listen where the coordinator was reached from.
+            # Many hosts resolve their own name to 127.0.1.1: use the address of the connection to the coordinator.
             self.device: Any = gloo.create_device(hostname=address)
             new = [(loop, fd, inode) for loop, fd, inode in _all_watched() - before if _listens(fd, inode, address)]
-        # Two of them: another thread has just opened a server of its own. Nobody knows which is which.
+        # If there are two, another thread has just opened a server of its own, and gloo's cannot be told from it.
         self._loop, self._listener = (new[0][0], new[0][2]) if len(new) == 1 else (None, 0)
         _close_in_children(self)
 
     def cut(self) -> bool:
-        """End what arrives on all connections, upon which gloo closes them; False where they cannot be told."""
+        """Shut down reading on all connections, upon which gloo closes them; False if they are not known."""
         if self._loop is None:
             return False
         for fd, inode in self._connections():
@@ -58,8 +58,8 @@ class GlooSockets:
         return True
 
     def unsent(self) -> int:
-        """Bytes on their way that the peers' machines have not got yet."""
-        import fcntl  # not on Windows, where there is no loop to look into either
+        """Bytes sent that the peers' machines have not acknowledged yet."""
+        import fcntl  # not on Windows, where there is no epoll instance either
 
         total = 0
         for fd, inode in self._connections():
@@ -87,11 +87,11 @@ class GlooSockets:
 
 
 class _Borrowed:
-    """A copy of a descriptor, if it is still that socket: numbers are reused at any moment, a copy stays what it is."""
+    """A duplicate of a descriptor, if that is still the socket: the number may be reused at any moment."""
 
     def __init__(self, fd: int, inode: int) -> None:
         self._copy: socket.socket | None = None
-        # Asked before copying too: closing a copy of a locked file would drop its owner's locks.
+        # Also checked before duplicating: closing a duplicate of a locked file would drop its owner's locks.
         if not _is_socket(fd, inode):
             return
         try:
@@ -112,7 +112,7 @@ class _Borrowed:
 
 
 def _shut_down(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the peer was faster
+    with contextlib.suppress(OSError):  # the peer closed it first
         # Not for writing: gloo never ends an operation whose write fails before its read.
         connection.shutdown(socket.SHUT_RD)
 

@@ -1,11 +1,11 @@
 """The era's process group on CUDA devices: NCCL for gradients, gloo for tickets.
 
-Question  How do gradients travel when they live on GPUs?
-Holds     The interface of ``group.Gloo``. Sums are started from a side stream that waits for the backward pass, so that
-          the compute stream goes on; they are polled like gloo's, and the compute stream is made to wait for them
-          only when the round is settled. Tickets stay on the host.
-Source    torch.distributed's ProcessGroupNCCL as documented. Written without a GPU at hand: unmeasured and
-          untested beyond its choice (docs/cuda.md).
+Question  How are gradients summed that are on GPUs?
+Holds     The interface of ``gloo.Gloo``. Sums are started from a side stream that waits for the backward pass, so that
+          the compute stream goes on. They are polled like gloo's, and the compute stream waits for them only when the
+          round is settled. Tickets stay on the host.
+Source    torch.distributed's ProcessGroupNCCL as documented. Written without access to a GPU: not measured, and only
+          its selection is tested (docs/cuda.md).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Nccl(Gloo):
             raise
 
     def _summing(self, sums: Sequence[Tensor], timeout: timedelta | None = None) -> list[Any]:
-        """Everything to be summed lies on this worker's device; NCCL has a timeout of its own."""
+        """All tensors are on this worker's device; ``timeout`` is unused, because NCCL has its own."""
         self._present()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -65,6 +65,6 @@ class Nccl(Gloo):
     def leave(self) -> None:
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
-            # Aborted kernels end their works; the rest waits for those in the background.
+            # Aborted kernels end their operations; the teardown waits for them in the background.
             nccl.abort()
         super().leave()

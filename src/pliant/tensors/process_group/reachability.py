@@ -1,10 +1,9 @@
 """Which members' data ports can be reached from here.
 
-Question  Between which members can no connection be opened, before a group is formed that needs all of them?
-Holds     Each member listens at the address of its data ports, and opens a connection to every other one. Nothing is
-          said on these connections: that they can be opened is the answer. Both directions are tried, for which of two
-          members calls the other in a group is a matter of chance. The time it takes is bounded; where all can be
-          reached it is one round trip.
+Question  Before a group is formed: between which of its members can no connection be opened?
+Holds     Each member listens at the address of its data ports, and opens a connection to every other one. No data is
+          sent: a connection that opens is the answer. Both directions are tried, because in a group either of two
+          members may connect to the other. The time is bounded; if all can be reached it is one round trip.
 Source    ours; docs/design/0021-formation.md.
 """
 
@@ -25,18 +24,18 @@ PATIENCE_S = 3.5
 """A lost first packet is sent again after one second, and after three."""
 
 REFUSED_S = 1.0
-"""A machine answers, and nobody listens at that port: its process may be about to begin, or is gone."""
+"""The machine refuses the connection: the member's process may be about to listen, or is gone."""
 
 LINGER_S = 2.0
-"""How much later than this member others may try to reach it."""
+"""After this member has failed, its port stays open for this long for the attempts of the others."""
 
 _REFUSED_AGAIN_S = 0.1
-# What a connection that is being opened says.
+# Results of ``connect_ex`` for a connection that is being opened.
 _UNDER_WAY = (0, errno.EINPROGRESS, errno.EALREADY, errno.EWOULDBLOCK)
 
 
 class Unconnected(RuntimeError):
-    """No group can be formed: the members at these places cannot be reached; none: it failed, and nobody knows why."""
+    """No group can be formed: the members at these indices cannot be reached. Empty: the reason is not known."""
 
     def __init__(self, message: str, places: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -44,17 +43,17 @@ class Unconnected(RuntimeError):
 
 
 class ProbePort:
-    """A port at which the others find out that this member can be reached. Nobody needs to answer."""
+    """A listening port that shows the others that this member can be reached; connections are never accepted."""
 
     def __init__(self, address: str, members: int) -> None:
         family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
-        # The system completes connections that nobody has accepted, so many of them.
+        # The kernel completes up to ``backlog`` connections without ``accept``.
         self._listener = socket.create_server((address, 0), family=family, backlog=members + 8)
         self._enough = threading.Event()
 
     @property
     def address(self) -> bytes:
-        """For the others."""
+        """Host and port, to be published to the others."""
         host, port = self._listener.getsockname()[:2]
         return f"{host} {port}".encode()
 
@@ -65,22 +64,22 @@ class ProbePort:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            # The group is there, so everybody has found out.
+            # The group is formed, so all members have finished their attempts.
             self._listener.close()
         else:
             try:
                 teardown.in_background(self._linger, "pliant-doorbell", self._enough.set)
-            except RuntimeError:  # the interpreter is ending and starts no threads any more
+            except RuntimeError:  # the interpreter is shutting down and starts no threads any more
                 self._listener.close()
 
     def _linger(self) -> None:
-        """Somebody may still try, and would name this member, which has only been quicker to give up."""
+        """Keep listening: others may still try, and would blame this member, which only gave up sooner."""
         self._enough.wait(LINGER_S)
         self._listener.close()
 
 
 def unreached(addresses: Mapping[int, bytes], patience_s: float = PATIENCE_S) -> tuple[int, ...]:
-    """Of the members at these places, by the addresses of their doorbells, those that cannot be reached from here."""
+    """The indices of the members that cannot be reached from here, given the addresses of their probe ports."""
     start_s = time.monotonic()
     deadline_s = start_s + patience_s
     missing = {place: _target(address) for place, address in addresses.items()}
@@ -99,7 +98,7 @@ def _target(address: bytes) -> tuple[str, int]:
 
 
 def _reached(targets: Mapping[int, tuple[str, int]], deadline_s: float) -> list[int]:
-    """Where one attempt has succeeded; it ends when all are decided, or the time is over."""
+    """The indices that one attempt has reached; it ends when all are decided, or at the deadline."""
     reached: list[int] = []
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
         for place, target in targets.items():
@@ -117,7 +116,7 @@ def _reached(targets: Mapping[int, tuple[str, int]], deadline_s: float) -> list[
 
 
 def _opening(target: tuple[str, int]) -> socket.socket | None:
-    """A connection on its way; None: there is no way."""
+    """A connection that is being opened; None if that fails at once."""
     try:
         family = socket.getaddrinfo(*target, type=socket.SOCK_STREAM)[0][0]
         connection = socket.socket(family, socket.SOCK_STREAM)

@@ -1,11 +1,11 @@
-"""What becomes of a group that is left, and of all groups when the process ends.
+"""The teardown of a group that is left, and of all groups when the process ends.
 
-Question  Who waits for gloo, so that nobody else has to?
-Holds     ``dispose`` returns at once. A thread keeps the group and the memory of its sums until gloo's threads are done
-          with them, then destroys it: no thread, descriptor or memory stays. That takes milliseconds as a rule; gloo's
-          timeout where a large message was under way, or where connections cannot be cut. When the process ends,
-          every group is left and the threads are waited for, for a limited time: one that came back from gloo into
-          a dying interpreter would abort the process.
+Question  Which thread waits for gloo to end, so that training does not have to?
+Holds     ``dispose`` returns at once. A background thread keeps the group and the memory of its sums until gloo's
+          threads are done with them, then destroys the group: no thread, descriptor or memory remains. That usually
+          takes milliseconds, but gloo's timeout if a large message was being sent or connections cannot be cut. When
+          the process ends, every group is left, and these threads are joined for a limited time: one that returned from
+          gloo during the interpreter's shutdown would abort the process.
 Source    ours; docs/design/0007-elastic.md. Facts about gloo in DESIGN.
 """
 
@@ -22,11 +22,11 @@ from typing import Any, Protocol
 
 from pliant.tensors.process_group.gloo_sockets import GlooSockets
 
-# gloo resets connections that it closes: what peers have not yet got of the last sum would be lost.
+# gloo resets connections that it closes: peers would lose data of the last sum that they have not received yet.
 _DELIVERY_S = 2.0
 _EXIT_S = 2.0
 _LOOK_S = 0.005
-# What is not over after a while will be by gloo's timeout: no need to look often.
+# An operation that is not over by then ends by gloo's timeout: no need to look often.
 _SELDOM_S = 0.5
 
 
@@ -52,12 +52,12 @@ class Teardown:
         self._under_way = under_way
 
     def dispose(self) -> None:
-        """Cut what is under way and let a thread do the rest; returns at once."""
+        """Cut running operations and leave the rest to a background thread; returns at once."""
         if self._under_way:
             self._wiring.cut()
         try:
             in_background(self._end, "pliant-undertaker")
-        except RuntimeError:  # the interpreter is ending and starts no threads any more
+        except RuntimeError:  # the interpreter is shutting down and starts no threads any more
             _never_destroy(self)
 
     def _end(self) -> None:
@@ -77,14 +77,14 @@ def _never_destroy(owner: object) -> None:
 # -- the end of the process
 
 _groups: weakref.WeakSet[Leavable] = weakref.WeakSet()
-"""groups that were formed and perhaps not left"""
+"""Groups that were formed and perhaps not left yet."""
 _running: dict[threading.Thread, Callable[[], None] | None] = {}
-"""threads that may be inside gloo, and how to hurry them"""
+"""Threads that may be inside gloo, each with a function that makes it end soon."""
 _registered = False
 
 
 def leave_at_exit(group: Leavable) -> None:
-    """A group that the script has forgotten would wait for its sums when the interpreter ends."""
+    """Leave the group at exit if the script has not: otherwise it would wait for its sums."""
     _settle_at_exit()
     _groups.add(group)
 
@@ -126,7 +126,7 @@ def _settle() -> None:
         if hurry is not None:
             hurry()
     deadline_s = time.monotonic() + _EXIT_S
-    # A thread that was hurried may start another one, which buries what it made.
+    # A thread that was hurried may start another one for the teardown of its group.
     while _running and time.monotonic() < deadline_s:
         time.sleep(_LOOK_S)
 
