@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from prepared import Nursery
 from running import plain_environment
 
 pytestmark = pytest.mark.slow
@@ -45,10 +47,12 @@ def test_it_runs_alone(example: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
-def test_it_runs_on_unequal_workers(example: Path, tmp_path: Path) -> None:
+def test_it_runs_on_unequal_workers(example: Path, tmp_path: Path, nursery: Callable[[], Nursery]) -> None:
     paces = "1,1,0.5,0.25" if example.stem == "minimal" else "1,0.5"
     options = ("-n", str(len(paces.split(","))), "--pace", paces, "--dir", "job")
-    done = ran(tmp_path, *PLIANT, "run", *options, str(example), *few_epochs(example))
+    command = (*PLIANT, "run", *options, str(example), *few_epochs(example))
+    done = nursery().run(command, tmp_path, plain_environment(), LIMIT_S)
+    assert done.returncode == 0, done.stdout
     assert "[w0] epoch 2: " in done.stdout
     assert "[w1]" not in done.stdout, "only the leader prints"
     audited = ran(tmp_path, *PLIANT, "audit", "job")

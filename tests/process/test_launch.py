@@ -20,7 +20,6 @@ from pliant.core.journal import records as journal
 from pliant.launch import local, requests, run_directory
 
 pytestmark = pytest.mark.slow
-PREPARED = False
 
 PRELUDE = """
 import os, signal, subprocess, sys, threading, time
