@@ -446,6 +446,20 @@ def test_a_closed_connection_alone_needs_half_a_second() -> None:
     assert of(Admit, world.hello("w1"))[0].worker == "w1.2"
 
 
+def test_the_last_holder_gets_time_to_reconnect_whatever_others_report() -> None:
+    """Two are killed while a newcomer follows; the connection of the third closes as the newcomer's group fails."""
+    world = World().started(3)
+    world.exit("w1", -9)
+    world.feed(Stopped(WorkerId("w2"), 1, 4, False, "connection reset"))
+    world.cut("w0")
+    world.wait(liveness.RECONNECT_S - 0.1, ("w2",))
+    assert not of(StopAll, world.effects)
+    assert of(Admit, world.hello("w0", worker="w0", era=1, exchange=4))
+    world.stop(1, "w0")
+    (start,) = of(StartEra, world.effects)[-1:]
+    assert (start.era, start.donor) == (2, "w0")
+
+
 def test_who_finds_its_way_back_in_time_goes_on() -> None:
     world = World().started(2)
     world.cut("w1")

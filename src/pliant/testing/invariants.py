@@ -58,6 +58,8 @@ class Checker:
         """called when one that held the state does not hold it any more"""
         self.lost = False
         """at some time nobody who held the state could do anything with it"""
+        self.forsaken = False
+        """the last worker that held the state left as agreed, after those that were to go on had been lost"""
         self.checkpoints = 0
         """that the journal names"""
         self.tainted = False
@@ -68,6 +70,8 @@ class Checker:
         """by era and round: who followed its update first, and with which weights and buffers"""
         self._leaders: dict[tuple[int, str], str] = {}
         """by round: who has printed and written for it"""
+        self._relieved: set[str] = set()
+        """workers that leave, and others held the state when that was agreed"""
         self._flipped: set[str] = set()
         """whose weights were changed"""
         self._changed: set[str] = set()
@@ -136,6 +140,8 @@ class Checker:
                 self.fell_behind()
             return
         self.holders[name] = at
+        if standing is Standing.LEAVING and len(self.holders) > 1:
+            self._relieved.add(name)
         if training.held is not None:
             # The user's own state is still on its way.
             return
@@ -248,6 +254,8 @@ class Checker:
         """
         if self.holders.keys() - {name}:
             self.holders.pop(name, None)
+        elif name in self._relieved:
+            self.forsaken = True
 
     def died(self, name: str) -> None:
         """While it said goodbye, if it had come to its end: the script has not gone on, and the run may."""

@@ -261,7 +261,7 @@ class Simulation:
             return False
         if "nobody is left who holds" in reason:
             # From a checkpoint it goes on, whoever was lost; only those who left of their own accord do not come back.
-            return self._lost_before and not self.checker.checkpoints
+            return (self._lost_before or self.checker.forsaken) and not self.checker.checkpoints
         if self.scene.damaged and reason.endswith("is damaged"):
             # All that there were.
             return True

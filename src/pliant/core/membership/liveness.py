@@ -104,6 +104,7 @@ def judged(state: Roster, now_s: float) -> Step:
         match worker.line, worker.standing:
             case Disconnected(since_s=since_s), standing:
                 confirmed = isinstance(standing, EraMember) and _is_witnessed(state, worker)
+                confirmed = confirmed and not _is_last_holder(state, worker)
                 more: tuple[Effect, ...] = ()
                 if confirmed or now_s - since_s >= RECONNECT_S:
                     state, more = lose(state, worker, "was lost (its connection closed)", now_s)
@@ -147,3 +148,8 @@ def _watched(
 def _is_witnessed(state: Roster, worker: SlotWorker) -> bool:
     """Whether another member's collective failed."""
     return any(member.failed for other, member in members_of(state) if other.name != worker.name)
+
+
+def _is_last_holder(state: Roster, worker: SlotWorker) -> bool:
+    """Whether no other member holds the state: then the run depends on this worker, and it gets time to reconnect."""
+    return not any(member.is_active for other, member in members_of(state) if other.name != worker.name)
