@@ -60,6 +60,8 @@ class Checker:
         """at some time nobody who held the state could do anything with it"""
         self.forsaken = False
         """the last worker that held the state left as agreed, after those that were to go on had been lost"""
+        self.relieved: set[str] = set()
+        """who holds the state, and others that do have begun an era without it"""
         self.checkpoints = 0
         """that the journal names"""
         self.tainted = False
@@ -70,8 +72,8 @@ class Checker:
         """by era and round: who followed its update first, and with which weights and buffers"""
         self._leaders: dict[tuple[int, str], str] = {}
         """by round: who has printed and written for it"""
-        self._relieved: set[str] = set()
-        """workers that leave, and others held the state when that was agreed"""
+        self._leavers: set[str] = set()
+        """others held the state when it was agreed that these leave"""
         self._flipped: set[str] = set()
         """whose weights were changed"""
         self._changed: set[str] = set()
@@ -141,7 +143,10 @@ class Checker:
             return
         self.holders[name] = at
         if standing is Standing.LEAVING and len(self.holders) > 1:
-            self._relieved.add(name)
+            self._leavers.add(name)
+        self.relieved = (self.relieved | {other for other, (era, _) in self.holders.items() if era < group.era}) - {
+            str(worker) for worker in group.roster
+        }
         if training.held is not None:
             # The user's own state is still on its way.
             return
@@ -254,7 +259,7 @@ class Checker:
         """
         if self.holders.keys() - {name}:
             self.holders.pop(name, None)
-        elif name in self._relieved:
+        elif name in self._leavers:
             self.forsaken = True
 
     def died(self, name: str) -> None:

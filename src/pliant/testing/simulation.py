@@ -215,7 +215,8 @@ class Simulation:
         """The same, unless they go because the run ends: that is no reason for its end."""
         coordinator = self.host.coordinator
         ends = coordinator is not None and isinstance(coordinator.state.stage, Stopping)
-        self._lost_before = self._lost_before or not (self._able_holders or ends)
+        staying = self._able_holders - self.checker.relieved
+        self._lost_before = self._lost_before or not (staying or ends)
 
     @property
     def _able_holders(self) -> set[str]:
