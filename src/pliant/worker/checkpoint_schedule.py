@@ -87,9 +87,8 @@ class CheckpointSchedule:
         found = self.saving.restored(names, member.training, self._carried, member.group)
         limits = regrouping.limits(member.group)
         restored = regrouping.restored(found.handed.group, member.me, last_round)
-        member.group = replace(restored, **limits)
+        member.enter(replace(restored, **limits), undrained=found.handed.undrained)
         self.users_state, self._call = found.users_state, top_level_calls(member.group)
-        member.undrained = found.handed.undrained
         member.work.forget(len(member.group.open))
         return found.manifest
 

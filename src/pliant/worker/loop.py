@@ -156,7 +156,7 @@ class Worker:
 
     def limit(self, samples: int | None, updates: int | None) -> None:
         """End training phases where this many samples or updates in all are reached; the same call on every worker."""
-        self._member.group = replace(self.group, samples_limit=samples, updates_limit=updates)
+        self._member.advance(replace(self.group, samples_limit=samples, updates_limit=updates))
 
     @property
     def clip_norm(self) -> float | None:

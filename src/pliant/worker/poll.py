@@ -41,8 +41,7 @@ class Poller:
         self._check = check
         self._clock = clock
         self._sleep = sleep
-        self.broken: EraBroken | None = None
-        """found while a round was being settled: this worker stops as soon as that is done"""
+        self._broken: EraBroken | None = None
         self.in_hook = False
         """the script does something with an update now, or is about to: its state is neither that before nor after"""
         self.swapped: Callable[[], bool] | None = None
@@ -52,9 +51,22 @@ class Poller:
         self.ending = False
         """the script has come to its end"""
 
+    @property
+    def broken(self) -> EraBroken | None:
+        """Found while a round was being settled: this worker stops as soon as that is done."""
+        return self._broken
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Remember that the era is found broken in here, for the next look; the first time counts."""
+        try:
+            yield
+        except EraBroken as broken:
+            self._broken = self._broken or broken
+
     def check_era(self) -> None:
         """Raise what was remembered while a round was being settled."""
-        broken, self.broken = self.broken, None
+        broken, self._broken = self._broken, None
         if broken is not None:
             raise broken
 

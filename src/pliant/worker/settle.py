@@ -23,7 +23,6 @@ from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.errors import Drifted, NonFiniteLoss, Refused
 from pliant.worker.collectives import Collectives
 from pliant.worker.draw import DrawLimits
-from pliant.worker.elastic.rendezvous import EraBroken
 from pliant.worker.elastic.transition import EraTransition
 from pliant.worker.in_flight import InFlight
 from pliant.worker.poll import Poller
@@ -101,11 +100,7 @@ class Settlement:
         if isinstance(group, Mismatch):
             raise self._refused(group)
         member.witness.opened(group, gathered)
-        member.fresh = standings.fresh(member.fresh, before, group, gathered)
-        if len(group.open) > len(before.open):
-            member.work.enter_phase()
-        member.group = group
-        member.turned = group.exchange
+        member.advance(group, gathered)
         if gathered[consistency.opening(gathered).index(True)].kind is Kind.TRAIN:
             self._adopt(before, gathered)
         plan = consistency.agreed_plan(group, gathered)
@@ -125,7 +120,7 @@ class Settlement:
         mismatch = consistency.compared(self._member.group, gathered)
         if mismatch:
             raise self._refused(mismatch)
-        self._member.group = rounds.concluded(self._member.group, gathered)
+        self._member.advance(rounds.concluded(self._member.group, gathered))
 
     def _exchanged(self, ticket: Ticket, bitmap: int, sums: list[Tensor]) -> tuple[list[Ticket], int]:
         """An exchange that nothing can be computed beside: everybody's tickets, and the union of the bitmaps."""
@@ -193,8 +188,8 @@ class Settlement:
         decision = rounds.settled(before, handed_in)
         if isinstance(decision, Mismatch):
             raise self._refused(decision)
-        member.group, outcome = decision
-        member.fresh = standings.fresh(member.fresh, before, member.group, handed_in)
+        group, outcome = decision
+        member.advance(group, handed_in)
         work.flight = None
         is_training = outcome.kind is Kind.TRAIN
         merged = is_training and self._merge(outcome, flight, bitmap)
@@ -276,10 +271,8 @@ class Settlement:
 
     def _switch_or_remember(self, plan: tuple[int, int], *, closed: bool) -> None:
         """The planned era begins after this exchange."""
-        try:
+        with self._lookout.deferring():
             self._switch(plan, closed=closed)
-        except EraBroken as broken:
-            self._lookout.broken = broken
 
     def _hand_in_late(self, before: GroupState, following: Flag) -> None:
         """The following contribution, after the update: it is of a new era, or the script came first."""
@@ -371,7 +364,6 @@ class Settlement:
     def _end_phase(self, outcome: Settled, handed_in: list[Ticket], *, merged: bool) -> None:
         """Everything is applied: forget what a break cut off, make the buffers equal, go back to the outer phase."""
         member, training = self._member, self._member.training
-        member.turned = member.group.exchange
         if standings.somebody_came_along(member.group, handed_in):
             self._came_along.add(outcome.phase)
         self._follow_result(outcome)
@@ -421,6 +413,6 @@ class Settlement:
         member = self._member
         member.training.buffers.merge(summed, float(len(member.holders)))
         member.undrained = False
-        member.group = rounds.drained(member.group)
+        member.advance(rounds.drained(member.group))
         if member.eras is not None:
             member.eras.drained(member.group.exchange)

@@ -22,7 +22,6 @@ from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.tensors.gradients import FlatGradients
 from pliant.worker.collectives import Collectives
 from pliant.worker.contribution import Contribution
-from pliant.worker.elastic.rendezvous import EraBroken
 from pliant.worker.in_flight import InFlight
 from pliant.worker.poll import Poller
 from pliant.worker.worker_state import WorkerState
@@ -205,10 +204,8 @@ class Submission:
 
     def hand_in_or_remember(self, flags: Flag, *, returning: bool) -> None:
         """Hand in; where that fails the settled round is applied all the same, and ``step`` still says so."""
-        try:
+        with self._lookout.deferring():
             self.hand_in(flags, returning=returning)
-        except EraBroken as broken:
-            self._lookout.broken = broken
 
     # -- in parts
 
@@ -223,10 +220,9 @@ class Submission:
 
         What is accumulated so far, and the last loss, are counted already.
         """
-        try:
+        with self._lookout.deferring():
             self._begin_parts(Flag.NONE)
-        except EraBroken as broken:
-            self._lookout.broken = broken
+        if self._lookout.broken is not None:
             compute(None)
             return
         try:
@@ -257,10 +253,8 @@ class Submission:
 
     def _give(self, part: int) -> None:
         """A part is complete: add it to the group's. Where that fails the era is over, as ``step`` will find."""
-        try:
+        with self._lookout.deferring():
             self._add_part(part)
-        except EraBroken as broken:
-            self._lookout.broken = self._lookout.broken or broken
 
     def _add_part(self, part: int) -> None:
         flight = self._member.work.flight
@@ -275,10 +269,8 @@ class Submission:
             # All of it counts as handed in, and is lost.
             self._member.work.begin()
             return
-        try:
+        with self._lookout.deferring():
             self._complete_parts(usable=usable)
-        except EraBroken as broken:
-            self._lookout.broken = broken
 
     def _complete_parts(self, *, usable: bool) -> None:
         """All gradients are there: give the remaining parts, the buffers, and what the ticket could not say yet."""

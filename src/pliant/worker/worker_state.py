@@ -1,16 +1,16 @@
 """One worker as a member of the group.
 
 Question  Where is this worker, and what does it hold?
-Holds     The replicated state and the script's place in it are kept here and nowhere else: whoever changes one of them
-          changes it for all parts of the worker's loop.
+Holds     The replicated state and the script's place in it are kept here and nowhere else. The replicated state is a
+          value that ``core`` returns; it is assigned in ``advance`` only, together with what follows from the step.
 Source    docs/protocol.md ("One round", "Following").
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from pliant.core import allowance, consistency, tickets
+from pliant.core import allowance, consistency, standings, tickets
 from pliant.core.group_state import GroupState, Standing
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import WorkerId
@@ -34,7 +34,7 @@ class WorkerState:
         clock: Callable[[], float],
     ) -> None:
         self.me = me
-        self.group = group
+        self._group = group
         self.training = training
         self.witness = witness
         self.eras = eras
@@ -49,6 +49,34 @@ class WorkerState:
         """who has begun to compute and added nothing yet: it may still ask for the user's state"""
         self.clip_norm: float | None = None
         """the bound on the gradient's norm that the script has set; 0: none; None: it has set nothing"""
+
+    # -- the replicated state
+
+    @property
+    def group(self) -> GroupState:
+        """The state that all members agree on after the last exchange."""
+        return self._group
+
+    def advance(self, group: GroupState, gathered: Sequence[Ticket] = ()) -> None:
+        """Take one step in the same course of exchanges; ``gathered``: the tickets that decided it, if any did."""
+        before, self._group = self._group, group
+        if gathered:
+            self.fresh = standings.fresh(self.fresh, before, group, gathered)
+        if group.phases != before.phases or len(group.open) != len(before.open):
+            self.turned = group.exchange
+        if len(group.open) > len(before.open):
+            self.work.enter_phase()
+
+    def enter(self, group: GroupState, *, undrained: bool) -> None:
+        """Go on from another state: the one an era begins with, that of a checkpoint, or a newcomer's.
+
+        What this worker has accumulated is adapted by the caller, which knows what of it is still of use.
+        """
+        # Not through ``advance``'s rules: a phase that is open there was not opened in an exchange of this worker's.
+        self.turned, self.undrained = -1, undrained
+        self._group = group
+
+    # -- this worker in it
 
     @property
     def index(self) -> int:

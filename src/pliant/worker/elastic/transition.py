@@ -84,7 +84,7 @@ class EraTransition:
             self._depart()
             return
         before = member.group
-        member.group = regrouping.switched(before, seat.era, seat.roster)
+        member.advance(regrouping.switched(before, seat.era, seat.roster))
         self._channels.enter(seat.channel)
         newcomers = any(worker not in before.roster for worker in seat.roster)
         # The journal's records are counted as they are before this era's.
@@ -156,7 +156,7 @@ class EraTransition:
         newcomer = founded(member.group.policy, 0, (member.me,))
         # The script has told its limit already, and a run that begins anew has it from there.
         limits = regrouping.limits(member.group)
-        member.group = replace(newcomer, standings=(Standing.FOLLOWING,), **limits)
+        member.enter(replace(newcomer, standings=(Standing.FOLLOWING,), **limits), undrained=False)
         self._forget_gradients()
         if script.stack:
             self._enlist(script.stack[0])
@@ -208,12 +208,12 @@ class EraTransition:
         keep = was_there and not holds
         self._eras.trust_own_state(handed.group, was_active=self._member.standing is Standing.ACTIVE)
         self._channels.enter(seat.channel)
-        self._member.turned = -1
         if holds:
             self._member.work.lose_flights(len(group.open))
         else:
             self._begin_anew(handed, len(group.open), keep=keep)
-        self._member.group = group
+        # Who holds the state has settled the donor's last exchange, and knows as much.
+        self._member.enter(group, undrained=handed.undrained)
         self._entered(seat, entries)
         if self._member.follows:
             self._eras.take_over(self._member.training, group, seat, keep=keep)
@@ -229,7 +229,7 @@ class EraTransition:
         _heard(lambda: self._eras.share(seat.channel, look))
         self._channels.enter(seat.channel)
         limits = regrouping.limits(member.group)
-        member.group = replace(founded(member.group.policy, seat.era, seat.roster), **limits)
+        member.enter(replace(founded(member.group.policy, seat.era, seat.roster), **limits), undrained=False)
         member.witness.joined(seat.records)
         self._entered(seat, None)
 
@@ -288,7 +288,6 @@ class EraTransition:
         member.work.forget(depth)
         self._forget_gradients()
         member.training.buffers.begin_anew(handed.live)
-        member.undrained = handed.undrained
         if not keep:
             member.witness.joined(handed.records)
         if not member.script.is_at(member.group):
