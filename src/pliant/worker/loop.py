@@ -121,11 +121,6 @@ class Worker:
         return self._member.standing
 
     @property
-    def last(self) -> Settled | None:
-        """The last settled exchange."""
-        return self._exchanges.last
-
-    @property
     def last_trained(self) -> Settled | None:
         """The last settled round of a training phase."""
         return self._exchanges.last_trained
@@ -146,13 +141,6 @@ class Worker:
         """Whether it prints and writes for the group now; not while its script catches up with the others'."""
         group = self.group
         return group.era > 0 and group.roster[0] == self.me and not self._member.script.is_behind(group)
-
-    def past(self, epoch: int) -> bool:
-        """Whether the group is beyond ``epoch`` already: a newcomer passes over it."""
-        known = [self.group.past.epoch, *(phase.epoch for phase in self.group.open)]
-        if self._eras is not None:
-            known.append(self._eras.last_past_epoch())
-        return max(known, default=-1) > epoch
 
     def limit(self, samples: int | None, updates: int | None) -> None:
         """End training phases where this many samples or updates in all are reached; the same call on every worker."""

@@ -16,11 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 from safetensors import SafetensorError
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pliant.control.link import Link
+from pliant.control.messages import Signature
 from pliant.control.tls import client_context
 from pliant.core.group_state import Policy, Standing, founded
 from pliant.core.journal import records as journal
@@ -40,9 +42,9 @@ from pliant.tensors.process_group import gloo as groups
 from pliant.tensors.process_group import nccl
 from pliant.types import WorkerId
 from pliant.worker.checkpoint_writer import CheckpointWriter
-from pliant.worker.elastic.catch_up import install_state, stated
-from pliant.worker.elastic.eras import Eras
-from pliant.worker.elastic.rendezvous import PendingGroup, Rendezvous
+from pliant.worker.elastic.catch_up import StateRecipient, install_state, say_to_user, stated
+from pliant.worker.elastic.eras import Eras, StateDonor
+from pliant.worker.elastic.rendezvous import CoordinatorLink, PendingGroup, Rendezvous
 from pliant.worker.elastic.signature import check_device, device_of, signature, summary
 from pliant.worker.journal import JournalReporter, NullJournal
 from pliant.worker.loop import Worker
@@ -160,7 +162,7 @@ class Session:
             _depart(self.link, error)
 
 
-def _depart(link: Link, error: BaseException) -> None:
+def _depart(link: CoordinatorLink, error: BaseException) -> None:
     """Say why and go. A user's exception goes on its way; its traceback is Python's to show."""
     if isinstance(error, Left):
         return
@@ -191,25 +193,26 @@ def alone(offer: JoinRequest) -> Session:
     return Session(worker, None, offer.carried)
 
 
-_appointed: list[Callable[[JoinRequest], Session]] = []
+_appointed: ContextVar[Callable[[JoinRequest], Session] | None] = ContextVar("appointed", default=None)
 _held: list[Job] = []
 """the job that this process has, or had, a place in: the coordinator takes a second one for a newcomer's"""
 
 
 @contextmanager
 def appointed(enroll: Callable[[JoinRequest], Session]) -> Iterator[None]:
-    """For scripts that run in this process meanwhile: how their ``join`` finds its place."""
-    _appointed.append(enroll)
+    """Replace how ``join`` finds its group, for what this thread runs meanwhile. Other threads set their own."""
+    before = _appointed.set(enroll)
     try:
         yield
     finally:
-        _appointed.pop()
+        _appointed.reset(before)
 
 
 def enrolled(offer: JoinRequest) -> Session:
     """The membership in the job that the environment names; a group of one if it names none."""
-    if _appointed:
-        return _appointed[-1](offer)
+    enroll = _appointed.get()
+    if enroll is not None:
+        return enroll(offer)
     job = current_job()
     if job is None:
         return alone(offer)
@@ -219,17 +222,12 @@ def enrolled(offer: JoinRequest) -> Session:
             "or start each part with a `pliant run` of its own"
         )
     _held.append(job)
-    link = _connected(job)
-    try:
-        return _entered(job, link, offer)
-    except PliantError as error:
-        _depart(link, error)
-        raise
+    return build(lambda: _connected(job), lambda link: job_parts(job, link, offer))
 
 
 def turned_away(error: PliantError) -> None:
     """What the script asks for is refused before it has a place: in a job, say so there and end the process."""
-    job = None if _appointed else current_job()
+    job = None if _appointed.get() else current_job()
     if job is not None:
         _depart(_connected(job), error)
 
@@ -246,58 +244,133 @@ def _connected(job: Job) -> Link:
         raise SystemExit(QUIET_EXIT if isinstance(error, RunEnded) else 1) from None
 
 
-def _entered(job: Job, link: Link, offer: JoinRequest) -> Session:
-    check_device(offer.optimizer)
-    donor = handoff.Donor(link.local_address, job.token)
-    training = offer.prepared(True)
-    described = signature(offer.model, offer.optimizer, offer.agreed)
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a worker in a job is made of; the simulator has its own for sockets, threads, tensors and time."""
 
-    def placed(link: Link) -> Rendezvous:
+    policy: Policy
+    signature: Signature
+    carried: dict[str, Any]
+    """objects with ``state_dict`` and plain values that everybody takes over from the leader"""
+    training: Training
+    journal: JournalReporter
+    donor: StateDonor
+    recipient: Callable[[str], StateRecipient]
+    """the line to the donor at an address"""
+    form: Callable[[Any, int, int, int], PendingGroup]
+    """(link, attempt, place, members) -> a group of several, being formed"""
+    share: Callable[[Any, Callable[[], None]], None]
+    """(channel, look): before the first exchange everybody takes the leader's state over"""
+    ready: Callable[[Worker], None]
+    """is told of the worker before that enters a group"""
+    overdue: Callable[[], Callable[[], None] | None] = lambda: None
+    say: Callable[[str], None] = say_to_user
+    at_end: Callable[[Worker], None] | None = None
+    """what to do with the final state before it is the script's alone"""
+    saving: CheckpointWriter | None = None
+    pace: float = 1.0
+    size: int | None = None
+    run: str = ""
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+LinkT = TypeVar("LinkT", bound=CoordinatorLink)
+
+
+def build(connect: Callable[[], LinkT], parts_of: Callable[[LinkT], Parts]) -> Session:
+    """Make the worker of a job, and enter the first era unless the run has begun already.
+
+    ``connect`` is called again when this worker comes back under another name; the parts stay.
+    """
+    link = connect()
+    try:
+        return _entered(link, connect, parts_of(link))
+    except PliantError as error:
+        _depart(link, error)
+        raise
+
+
+def _entered(link: CoordinatorLink, connect: Callable[[], CoordinatorLink], parts: Parts) -> Session:
+    def placed(link: CoordinatorLink) -> Rendezvous:
         def form(attempt: int, place: int, members: int) -> PendingGroup:
-            return forming(link, attempt, place, members, link.local_address, offer)
+            return _Formed() if members == 1 else parts.form(link, attempt, place, members)
 
-        return Rendezvous(link, form, described, donor.address)
+        return Rendezvous(link, form, parts.signature, parts.donor.address, clock=parts.clock, sleep=parts.sleep)
 
     def come_back() -> Rendezvous:
         eras.place.link.close()
-        return placed(_connected(job))
+        return placed(connect())
 
-    def share(channel: Any, look: Callable[[], None]) -> None:
-        taken_over(channel, offer, look)
-        training.read_scale()
-
-    witness = JournalReporter(link, described.settings, summary(described))
     eras = Eras(
         placed(link),
-        donor,
-        lambda address: handoff.Recipient(address, job.token),
-        {**offer.carried, "journal": witness, "trained": training.trained},
-        share,
+        parts.donor,
+        parts.recipient,
+        {**parts.carried, "journal": parts.journal, "trained": parts.training.trained},
+        parts.share,
         come_back,
-        lambda: _end_after(job.grace_s),
+        parts.overdue,
+        parts.say,
     )
-    newcomer = founded(offer.policy, 0, (WorkerId(link.worker),))
+    newcomer = founded(parts.policy, 0, (WorkerId(link.worker),))
     newcomer = replace(newcomer, standings=(Standing.FOLLOWING,))
     worker = Worker(
         WorkerId(link.worker),
         newcomer,
         groups.Alone(),
-        training,
-        witness,
+        parts.training,
+        parts.journal,
         eras=eras,
-        saving=offer.saving(link.mailbox.welcome.job),
-        carried=offer.carried,
-        pace=job.pace,
+        saving=parts.saving,
+        carried=parts.carried,
+        pace=parts.pace,
+        clock=parts.clock,
+        sleep=parts.sleep,
     )
-    _leave_on_sigterm(worker)
+    parts.ready(worker)
     if not link.mailbox.welcome.running:
         worker.found()
+    at_end = parts.at_end
     return Session(
         worker,
-        job.size,
-        offer.carried,
+        parts.size,
+        parts.carried,
         eras,
-        lambda: _leave_weights(worker, offer.model, job.directory),
+        None if at_end is None else lambda: at_end(worker),
+        run=parts.run,
+    )
+
+
+def job_parts(job: Job, link: Link, offer: JoinRequest) -> Parts:
+    """Those of a process in a job."""
+    check_device(offer.optimizer)
+    donor = handoff.Donor(link.local_address, job.token)
+    training = offer.prepared(True)
+    described = signature(offer.model, offer.optimizer, offer.agreed)
+
+    def form(link: CoordinatorLink, attempt: int, place: int, members: int) -> PendingGroup:
+        return forming(link, attempt, place, members, link.local_address, offer)
+
+    def share(channel: Any, look: Callable[[], None]) -> None:
+        taken_over(channel, offer, look)
+        training.read_scale()
+
+    return Parts(
+        policy=offer.policy,
+        signature=described,
+        carried=offer.carried,
+        training=training,
+        journal=JournalReporter(link, described.settings, summary(described)),
+        donor=donor,
+        recipient=lambda address: handoff.Recipient(address, job.token),
+        form=form,
+        share=share,
+        ready=_leave_on_sigterm,
+        overdue=lambda: _end_after(job.grace_s),
+        at_end=lambda worker: _leave_weights(worker, offer.model, job.directory),
+        saving=offer.saving(link.mailbox.welcome.job),
+        pace=job.pace,
+        size=job.size,
         # Of all that names a run only its token is drawn by chance.
         run=journal.digest_of(b"run", job.token.encode()),
     )
@@ -355,8 +428,6 @@ def forming(
     link: groups.KeyValue, attempt: int, place: int, members: int, address: str, offer: JoinRequest
 ) -> PendingGroup:
     """The group of an attempt, being formed in the background."""
-    if members == 1:
-        return _Formed()
 
     def make(channel: groups.KeyValue) -> groups.Gloo:
         return formed(channel, attempt, place, members, address, offer)

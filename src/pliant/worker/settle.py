@@ -54,8 +54,6 @@ class Settlement:
         self._handing = handing
         self._hooks = hooks
         self._clock = clock
-        self.last: Settled | None = None
-        """the last settled exchange"""
         self.last_trained: Settled | None = None
         """the last settled round of a training phase"""
         self.applied_rate = member.training.rate
@@ -212,7 +210,6 @@ class Settlement:
             self._adopt(before, handed_in)
             self._answer_for(outcome)
         member.witness.settled(member.group, outcome, handed_in, self.applied_rate)
-        self.last = outcome
         due = followed and self._is_followed_here(before, outcome)
         behind = is_training and not in_body and (outcome.seen or (followed and not due))
         if behind and not due:

@@ -122,6 +122,7 @@ class StateDonor(Protocol):
     """Hands this worker's state on (``tensors.handoff.Donor``)."""
 
     pending: bool
+    address: str
 
     def serve(self, era: int, exchange: int, snapshot: Callable[[Sequence[str], int], dict[str, Any]]) -> None: ...
     def close(self) -> None: ...
@@ -193,11 +194,6 @@ class Eras:
             return None
         found = past[index]
         return FinishedPhase(Kind[found.task.upper()], found.epoch, found.result, results=found.results)
-
-    def last_past_epoch(self) -> int:
-        """The last epoch of which the coordinator knew a finished call."""
-        past = self.place.link.mailbox.welcome.past
-        return past[-1].epoch if past else -1
 
     def enlist(self, index: int, task: str, length: int) -> None:
         """Ask to become a member, from this call on."""
