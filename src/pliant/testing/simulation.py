@@ -1,7 +1,7 @@
 """A whole run in virtual time: the real coordinator and the real workers' loops, from a seed.
 
 Question  Does the protocol hold whatever happens, whenever it happens?
-Holds     ``Coordinator``, ``Worker``, ``Rendezvous``, ``Eras``, ``CatchUp``, ``JournalReporter``, ``Mailbox``,
+Holds     ``Coordinator``, ``Worker`` and its parts as ``session.build`` puts them together, ``Mailbox``,
           ``Link``'s books and ``core`` are the production code; clock, network, disk, processes and tensors are
           virtual. A scene and a seed give one history. Every invariant is checked all the way; see ``invariants``.
 Source    ours; docs/design/0007-elastic.md.
@@ -35,7 +35,7 @@ from pliant.testing.network import Network
 from pliant.testing.transfer import Streams, VirtualDonor, VirtualRecipient
 from pliant.worker import session
 from pliant.worker.checkpoint_writer import CheckpointWriter
-from pliant.worker.elastic.eras import Eras
+from pliant.worker.elastic.donor import StateLines
 from pliant.worker.loop import Worker
 from pliant.worker.script.calls import Counted, ScriptCall
 from pliant.worker.script.hooks import Update
@@ -407,7 +407,7 @@ class VirtualScript:
 
         def ready(worker: Worker) -> None:
             self.worker = worker
-            witness.kept_bytes = lambda: self._eras.kept_bytes
+            witness.kept_bytes = lambda: worker._member.reception.kept_bytes
 
         settings = {"dead_after": repr(scene.dead_after_s), "hung_after": repr(scene.hung_after_s)}
         return Parts(
@@ -416,13 +416,15 @@ class VirtualScript:
             carried={"optimizer": None, "scheduler": self.training.scheduler, "scaler": None, "state": self.state},
             training=self.training,
             journal=witness,
-            donor=donor,
-            recipient=lambda address: VirtualRecipient(simulation.streams, process, address),
+            lines=StateLines(
+                donor,
+                lambda address: VirtualRecipient(simulation.streams, process, address),
+                self._share,
+                # Thousands of workers would say so on one and the same output.
+                say=lambda text: None,
+            ),
             form=self._form,
-            share=self._share,
             ready=ready,
-            # Thousands of workers would say so on one and the same output.
-            say=lambda text: None,
             saving=self._saving(),
             clock=process.world.clock,
             sleep=process.idle,
@@ -484,12 +486,6 @@ class VirtualScript:
         assert self.worker is not None
         return self.worker
 
-    @property
-    def _eras(self) -> Eras:
-        eras = self._worker._eras
-        assert eras is not None
-        return eras
-
     def _batches(self, epoch: int) -> None:
         worker, scene, world = self._worker, self.scene, self.process.world
         phase = worker.open(ScriptCall(Kind.TRAIN, epoch, Counted(scene.length, 0), self.size, 0))
@@ -533,7 +529,7 @@ class VirtualScript:
         self.state["updates"] += 1
         checker = self.simulation.checker
         # Who never had the user's state may be the last one.
-        checker.state_lost = checker.state_lost or self._eras.lost_users_state
+        checker.state_lost = checker.state_lost or self._worker._member.users_state.lost
         if self.state["updates"] != update.updates and not checker.state_lost:
             raise Violation(f"{self.name} counts {self.state['updates']} updates after update {update.updates}")
         checker.updated(self.name, self.training, self._worker.group)

@@ -24,6 +24,7 @@ from pliant.errors import RunEnded
 from pliant.run import Run, join
 from pliant.tensors.process_group import gloo as groups
 from pliant.types import WorkerId
+from pliant.worker.elastic.enrolment import Solo
 from pliant.worker.loop import Worker
 from pliant.worker.session import JoinRequest, Session, appointed, formed, taken_over
 
@@ -121,7 +122,7 @@ class Together:
         group = founded(offer.policy, 1, self._roster)
         witness = _Recorder(self.record, self._failed)
         training = offer.prepared(members > 1)
-        worker = Worker(me, group, exchange, training, witness, check=witness.check, pace=self._pace)
+        worker = Worker(me, group, exchange, training, witness, Solo(), check=witness.check, pace=self._pace)
         return Session(worker, None, offer.carried)
 
 

@@ -21,11 +21,12 @@ import msgspec
 
 from pliant.core.finished_calls import NONE, calls_of
 from pliant.core.group_state import FinishedPhase, GroupState
-from pliant.errors import CheckpointError
+from pliant.errors import CheckpointError, UsageError
 from pliant.tensors.background_copy import BackgroundCopy, CopyMemory
 from pliant.tensors.checkpoint import Manifest
-from pliant.worker.elastic import catch_up
-from pliant.worker.elastic.eras import GroupSnapshot
+from pliant.worker import snapshot
+from pliant.worker.elastic.user_state import STATE, users_state_of
+from pliant.worker.snapshot import GroupSnapshot
 from pliant.worker.training import Training
 
 _AGAIN = 0.2
@@ -131,7 +132,7 @@ class CheckpointWriter:
     def prepare(self, training: Training) -> bool:
         """Make memory for a copy ready, in the background; whether it is."""
         if self._room is None:
-            room = catch_up.room_for_parameters(training)
+            room = snapshot.room_for_parameters(training)
             self._room = room, self._begin(room.make)
         return self._room[1].over
 
@@ -145,14 +146,16 @@ class CheckpointWriter:
         encoded = msgspec.json.encode(handed.packed(known=0)).decode()
         manifest = Manifest(self._job, name, self._library, handed.records, group.round, group.samples, encoded)
         users = carried["state"]
-        small = [name for name in catch_up.everything(training) if not catch_up.is_parameter(name)]
+        small = [name for name in snapshot.everything(training) if not snapshot.is_parameter(name)]
         own = {key: value for key, value in carried.items() if key != "journal"}
         # An object of the script may show the model's weights; plain values do not.
         with training.plain(weights=any(hasattr(value, "state_dict") for value in users.values())):
-            state = catch_up.snapshot(training, own, [*small, *([catch_up.STATE] if users else [])])
+            state = snapshot.snapshot(training, own, small)
+            if users:
+                state[STATE] = users_state_of(own)
         copying = BackgroundCopy(self._room[0] if self._room is not None and self._room[1].over else None)
         self._room = None
-        state |= catch_up.copy_parameters(training, copying)
+        state |= snapshot.copy_parameters(training, copying)
         if self._at_once:
             training.finish_copy()
 
@@ -217,15 +220,42 @@ class CheckpointWriter:
                 manifest, state = self._store.read(name)
                 handed = _handed(manifest)
                 _compare(manifest, handed, state, training, group)
-                _compare_carried(manifest, state[catch_up.META], carried)
+                _compare_carried(manifest, state[snapshot.META], carried)
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
             for problem in problems:
                 _say(f"{problem}; going on from the one before it")
-            catch_up.install(training, carried, state)
-            return Restored(manifest, handed, state.get(catch_up.STATE))
+            snapshot.install(training, carried, state)
+            return Restored(manifest, handed, state.get(STATE))
         raise CheckpointError("; ".join(problems) or "there is no checkpoint to go on from")
+
+
+class NoCheckpoints:
+    """The script asks for none."""
+
+    is_due = False
+
+    def names(self) -> list[str]:
+        return []
+
+    def prepare(self, training: Training) -> bool:
+        return False
+
+    def save(self, training: Training, carried: Mapping[str, Any], handed: GroupSnapshot) -> None: ...
+
+    def look(self, certain: int, tell: Callable[[Manifest], None]) -> None: ...
+
+    def forget(self) -> None: ...
+
+    def tidy(self, named: Sequence[str]) -> None: ...
+
+    def restored(
+        self, names: Sequence[str], training: Training, carried: Mapping[str, Any], group: GroupState
+    ) -> Restored:
+        raise UsageError("the run goes on from a checkpoint, but this script calls join without checkpoint=…")
+
+    def end(self) -> None: ...
 
 
 class Restored:
@@ -261,8 +291,8 @@ def _compare(manifest: Manifest, handed: GroupSnapshot, state: Any, training: Tr
             f"checkpoint {manifest.name} is of a run with other settings of join ({handed.group.policy}); "
             "use those, or another directory for this run"
         )
-    wanted = set(catch_up.everything(training, live=handed.live))
-    if not isinstance(state, dict) or wanted != set(state) - {catch_up.STATE}:
+    wanted = set(snapshot.everything(training, live=handed.live))
+    if not isinstance(state, dict) or wanted != set(state) - {STATE}:
         raise CheckpointError(f"checkpoint {manifest.name} is of another model: it has other parameters or buffers")
     for index, p in enumerate(training.parameters):
         value = state[f"p{index}"]["value"]

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from pliant.core import postscripts, trained_set
 from pliant.core.group_state import Standing
 from pliant.core.tickets import Flag, Kind, Ticket
-from pliant.worker.checkpoint_schedule import CheckpointSchedule
 from pliant.worker.collectives import Collectives
 from pliant.worker.in_flight import InFlight
 from pliant.worker.poll import Poller
@@ -41,7 +40,6 @@ class Follower:
         lookout: Poller,
         handing: Submission,
         exchanges: Settlement,
-        checkpoints: CheckpointSchedule,
         hooks: Hooks,
         sleep: Callable[[float], None],
     ) -> None:
@@ -50,7 +48,6 @@ class Follower:
         self._lookout = lookout
         self._handing = handing
         self._exchanges = exchanges
-        self._checkpoints = checkpoints
         self._hooks = hooks
         self._sleep = sleep
 
@@ -164,17 +161,17 @@ class Follower:
     def _pursue(self) -> None:
         """Take the state over, as far as that is due."""
         member = self._member
-        if member.eras is not None and member.follows:
-            member.eras.pursue(member.group.exchange)
+        if member.follows:
+            member.reception.pursue(member.group.exchange)
 
     def _wait_for_large_tensor(self) -> None:
         """Take part in no round before it has arrived, where its gradients would fill the memory meanwhile."""
-        eras, member = self._member.eras, self._member
-        if eras is None or not member.follows:
+        member = self._member
+        if not member.follows:
             return
 
         def goes_on() -> bool:
-            if not eras.holds_up(1 + member.work.in_flight):
+            if not member.reception.holds_up(1 + member.work.in_flight):
                 return True
             self._lookout.progress(LoopPoint.WAITING)
             self._pursue()
@@ -188,12 +185,12 @@ class Follower:
         group = member.group
         if member.leaving or self._exchanges.expelled or not member.script.is_at(group):
             return Flag.NONE
-        if member.eras is not None and member.follows:
-            if not member.eras.complete:
+        if member.follows:
+            if not member.reception.complete:
                 return Flag.NONE
             if not self._hooks.follow_updates:
                 # Else the state is needed as it is before what the script does with that update.
-                member.eras.ask_users_state(group.exchange + 1 + member.work.in_flight)
+                member.users_state.ask(group.exchange + 1 + member.work.in_flight)
             return Flag.READY
         late = group.open and not group.phase.present[member.index]
         return Flag.READY if late else Flag.NONE
@@ -220,12 +217,9 @@ class Follower:
         member = self._member
         if member.standing is not Standing.ACTIVE:
             return
-        self._checkpoints.install_users_state()
-        eras = member.eras
-        if eras is None:
-            return
+        member.users_state.install_restored(member.script.calls)
         left = member.script.position if ended else None
-        self._lookout.wait_at_rest(lambda: eras.users_state_arrived(member.group, left))
+        self._lookout.wait_at_rest(lambda: member.users_state.arrived(member.group, left))
 
 
 def _may_be_of_update(says: Ticket | None) -> bool:

@@ -38,13 +38,14 @@ from pliant.core.group_state import FinishedPhase, GroupState, Standing
 from pliant.core.ledger import MicroBatch, samples_of
 from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Sums
-from pliant.errors import Left, RunEnded, UsageError
+from pliant.errors import Left, UsageError
 from pliant.types import WorkerId
 from pliant.worker.checkpoint_schedule import CheckpointSchedule
 from pliant.worker.checkpoint_writer import CheckpointWriter
 from pliant.worker.collectives import Answer, Collectives
 from pliant.worker.draw import DrawLimits
-from pliant.worker.elastic.eras import Eras
+from pliant.worker.elastic.donor import NO_LINES, StateLines
+from pliant.worker.elastic.enrolment import Enrolment, Solo
 from pliant.worker.elastic.rendezvous import EraBroken, Evicted
 from pliant.worker.elastic.transition import EraTransition
 from pliant.worker.follow import Follower
@@ -73,8 +74,9 @@ class Worker:
         channel: Any,
         training: Training,
         witness: Journal,
+        enrolment: Enrolment | Solo,
         *,
-        eras: Eras | None = None,
+        lines: StateLines = NO_LINES,
         check: Callable[[], None] | None = None,
         saving: CheckpointWriter | None = None,
         carried: Mapping[str, Any] | None = None,
@@ -83,25 +85,28 @@ class Worker:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.training = training
-        self._eras = eras
+        self._enrolment = enrolment
         self._clock = clock
         self._sleep = sleep
         self._slowdown = 1.0 / pace - 1.0
-        member = self._member = WorkerState(me, group, training, witness, eras, clock)
+        carried = carried or {"state": {}}
+        member = self._member = WorkerState(me, group, training, witness, enrolment, lines, carried, clock)
         self._channels = Collectives(channel)
         self._checkpoints = CheckpointSchedule(member, saving, carried)
         self._lookout = Poller(member, self._channels, self._checkpoints, check, clock, sleep)
         self._bounds = DrawLimits(member, clock)
-        self._crossing: EraTransition | None = None
-        if eras is not None:
-            self._crossing = EraTransition(member, eras, self._channels, self._lookout, self._checkpoints)
+        self._crossing = (
+            enrolment
+            if isinstance(enrolment, Solo)
+            else EraTransition(member, enrolment, self._channels, self._lookout, self._checkpoints)
+        )
         self._handing = Submission(member, self._channels, self._lookout, clock)
-        self.hooks = Hooks(member, self._lookout, self._checkpoints)
+        self.hooks = Hooks(member, self._lookout)
         self._exchanges = Settlement(
             member, self._channels, self._lookout, self._bounds, self._handing, self._crossing, self.hooks, clock
         )
         self._following = Follower(
-            member, self._channels, self._lookout, self._handing, self._exchanges, self._checkpoints, self.hooks, sleep
+            member, self._channels, self._lookout, self._handing, self._exchanges, self.hooks, sleep
         )
 
     # -- facts
@@ -182,7 +187,7 @@ class Worker:
         return answer
 
     def _opened(self, call: ScriptCall) -> int | FinishedPhase:
-        past = self._crossing.become_member(call) if self._crossing is not None else None
+        past = self._crossing.become_member(call)
         if past is not None:
             return past
         script = self._member.script
@@ -288,8 +293,9 @@ class Worker:
         self._exchanges.follow_update()
         self._following.make_sure(ended=True)
         self._stay_without_state()
-        if self._exchanges.somebody_lacks_state(phase) and self._eras is not None:
-            self._eras.keep_users_state(self._member.script.position)
+        script, users_state = self._member.script, self._member.users_state
+        if users_state.is_expected_at_end(phase, around=script.depth > 1):
+            users_state.keep_at_end(script.position)
             self._lookout.rest()
         self._lookout.progress()
 
@@ -311,14 +317,13 @@ class Worker:
     def _depart(self) -> None:
         """The run is over, and this worker does not hold its outcome."""
         self._member.witness.confirmed()
-        if self._eras is not None:
-            self._eras.place.link.send_lines_again()
-            self._eras.place.link.finish(left=True, over=True)
+        self._enrolment.send_lines_again()
+        self._enrolment.finish(left=True, over=True)
         raise Left
 
     def leave_if_late(self) -> None:
         """The script is at the end of its epochs: if all of them were over before it came, it has nothing to go on."""
-        if self._eras is not None and not self._eras.enlisted and self._member.follows:
+        if not self._enrolment.enlisted and self._member.follows:
             self._depart()
 
     def _settled_soon(self) -> bool:
@@ -484,14 +489,12 @@ class Worker:
         """Leave the run together with all others. Raises ``Left`` where this worker does not hold the final state."""
         self._through(self._ended)
         self._member.witness.confirmed()
-        if self._eras is not None:
-            # Whoever sends them may not get to it, and nobody keeps them any longer.
-            self._eras.place.link.send_lines_again()
-        if self._member.follows or (self._eras is not None and not self._eras.holds_all):
+        self._enrolment.send_lines_again()
+        if self._member.follows or not self._member.reception.holds_all:
             raise Left
 
     def _ended(self) -> None:
-        if self._eras is not None and not self._eras.enlisted:
+        if not self._enrolment.enlisted:
             return
         self._lookout.ending = True
         while not self.group.over:
@@ -506,21 +509,20 @@ class Worker:
 
     def leave(self, reason: str) -> None:
         """Go in good order as soon as the group can do without this worker."""
-        if self._eras is not None:
-            self._eras.leave(reason)
+        self._enrolment.leave(reason)
 
     def close(self) -> None:
         """Give the group and the optimizer back, whatever is still in flight."""
         self.training.close()
         self._channels.close()
-        if self._eras is not None:
-            self._eras.close()
+        self._member.users_state.drop()
+        self._member.donor.close()
+        self._enrolment.close()
 
     # -- from one era into the next
 
     def found(self) -> None:
         """Enter the first era together with all others (or, coming too late for it, a later one)."""
-        assert self._crossing is not None
         self._through(self._crossing.found)
 
     def _through(self, action: Callable[[], Answer], or_else: Answer | None = None) -> Answer:
@@ -535,8 +537,6 @@ class Worker:
 
     def _go_on(self, trouble: EraBroken | Evicted) -> None:
         self._exchanges.go_if_expelled()
-        if self._crossing is None:
-            raise RunEnded(str(trouble))
         self._crossing.go_on(trouble)
 
     # -- a run without a coordinator

@@ -75,26 +75,20 @@ class Poller:
         self.check_era()
         if self._check is not None:
             self._check()
-        eras = self._member.eras
-        if eras is None:
-            return
-        eras.place.look(self._member.group.era)
-        if not eras.leaving and eras.place.asked_to_leave:
-            eras.leave("asked by the coordinator")
+        self._member.enrolment.look(self._member.group.era)
         self._channels.tidy()
 
     def rest(self) -> None:
         """The script's code for the last update has run: newcomers may copy the state, and so may a checkpoint."""
         member = self._member
-        eras = member.eras
-        if eras is not None and not self.in_hook:
-            eras.keep_for_latecomers(member.group.exchange if self._somebody_lacks_state() else None)
-        if eras is not None and eras.wanted:
+        if not self.in_hook:
+            member.users_state.keep_for_latecomers(member.group.exchange if self._somebody_lacks_state() else None)
+        if member.donor.wanted:
             if member.follows:
-                eras.refuse(member.group)
+                member.donor.refuse(member.group)
             else:
                 swapped = self.swapped is not None and self.swapped()
-                eras.serve(member.training, member.group, self._checkpoints.users_state, swapped=swapped)
+                member.donor.serve(member.group, swapped=swapped)
         if not self.in_hook:
             self._checkpoints.save()
 
@@ -111,27 +105,25 @@ class Poller:
 
     def progress(self, at: LoopPoint = LoopPoint.ELSEWHERE) -> None:
         """Note how far this worker is."""
-        member = self._member
-        if member.eras is not None:
-            member.eras.progress(member.group, member.standing, self._clock(), at, ending=self.ending)
+        member, holds_all = self._member, self._member.reception.holds_all
+        member.enrolment.progress(
+            member.group, member.standing, self._clock(), at, holds_all=holds_all, ending=self.ending
+        )
 
     @contextmanager
     def busy(self, what: str, seconds: float | None) -> Iterator[None]:
         """The script does something of its own for a while: the others need not wait for it."""
-        eras = self._member.eras
-        if eras is None:
-            yield
-            return
+        enrolment = self._member.enrolment
         start_s = self._clock()
-        eras.loop.begin(what, seconds)
+        enrolment.loop.begin(what, seconds)
         self.progress()
-        eras.place.link.tell_position()
+        enrolment.tell_position()
         try:
             yield
         finally:
-            eras.loop.end(self._clock() - start_s)
+            enrolment.loop.end(self._clock() - start_s)
             self.progress()
-            eras.place.link.tell_position()
+            enrolment.tell_position()
 
     def wait(self, summation: Any, meanwhile: Callable[[], None] | None = None) -> float:
         """Wait until the exchange is over; the seconds it took. Raises when the era or the run has ended instead."""

@@ -35,20 +35,21 @@ from pliant.core.group_state import Policy, Standing, founded
 from pliant.core.journal import records as journal
 from pliant.core.membership.shutdown import QUIET_EXIT
 from pliant.environment import Job, current_job
-from pliant.errors import Drifted, Left, PliantError, RunEnded, Stopped, Unsupported, UsageError
+from pliant.errors import Left, PliantError, RunEnded, Stopped, UsageError
 from pliant.tensors import checkpoint, handoff, weights
 from pliant.tensors import serialize as states
 from pliant.tensors.process_group import gloo as groups
 from pliant.tensors.process_group import nccl
 from pliant.types import WorkerId
 from pliant.worker.checkpoint_writer import CheckpointWriter
-from pliant.worker.elastic.catch_up import StateRecipient, install_state, say_to_user, stated
-from pliant.worker.elastic.eras import Eras, StateDonor
+from pliant.worker.elastic.donor import StateLines
+from pliant.worker.elastic.enrolment import Enrolment, Solo, depart
 from pliant.worker.elastic.rendezvous import CoordinatorLink, PendingGroup, Rendezvous
 from pliant.worker.elastic.signature import check_device, device_of, signature, summary
 from pliant.worker.journal import JournalReporter, NullJournal
 from pliant.worker.loop import Worker
 from pliant.worker.script.trained_set import all_parameters
+from pliant.worker.snapshot import install_state, stated
 from pliant.worker.training import Training
 
 _ALONE = "alone"
@@ -88,7 +89,7 @@ class Session:
         worker: Worker,
         size: int | None,
         carried: dict[str, Any],
-        eras: Eras | None = None,
+        enrolment: Enrolment | Solo | None = None,
         at_end: Callable[[], None] | None = None,
         run: str = "",
     ) -> None:
@@ -98,14 +99,9 @@ class Session:
         self.carried = carried
         self.run = run
         """tells this run from all others; empty: there is no job"""
-        self._eras = eras
+        self.enrolment = enrolment or Solo(worker.finished)
         self._at_end = at_end
         """what to do with the final state before it is the script's alone"""
-
-    @property
-    def link(self) -> Any:
-        """The line to the coordinator; another one after a return."""
-        return None if self._eras is None else self._eras.place.link
 
     def leave(self, reason: str) -> None:
         """Ask to go; the group goes on without this worker."""
@@ -113,8 +109,7 @@ class Session:
 
     def plan(self, epochs: int | None, samples: int | None) -> None:
         """Tell the coordinator how far the script means to go."""
-        if self.link is not None:
-            self.link.plan(epochs, samples)
+        self.enrolment.plan(epochs, samples)
 
     def finish(self) -> None:
         """Leave in good order, together with all others."""
@@ -122,8 +117,7 @@ class Session:
             self.worker.end()
         except Left:
             self.worker.close()
-            if self.link is not None:
-                self.link.finish(left=True, over=self.worker.group.over)
+            self.enrolment.finish(left=True, over=self.worker.group.over)
             raise
         except BaseException:
             self.worker.close()
@@ -131,13 +125,7 @@ class Session:
         if self._at_end is not None:
             self._at_end()
         self.worker.close()
-        if self.link is None:
-            self.worker.finished()
-        else:
-            self.link.finish(left=False)
-            if self.link.mailbox.evicted is not None:
-                # Nobody knows of this end, and the others begin anew: a second one may come.
-                raise RunEnded(self.link.mailbox.evicted)
+        self.enrolment.finish(left=False)
 
     def fail(self, error: BaseException, everywhere: str | None = None) -> None:
         """Leave because of an error. In a job, ends the process where the error is Pliant's own.
@@ -145,10 +133,10 @@ class Session:
         ``everywhere``: all others would meet it in their turn, and the run ends with this reason.
         """
         self.worker.close()
-        if self.link is not None and everywhere is not None:
-            self.link.fail(everywhere, shown=True, fatal=True)
-        elif self.link is not None:
-            _depart(self.link, error)
+        if everywhere is not None:
+            self.enrolment.fail(everywhere)
+        else:
+            self.enrolment.depart(error)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -157,26 +145,8 @@ class Session:
             yield
         except PliantError as error:
             self.worker.close()
-            if self.link is None:
-                raise
-            _depart(self.link, error)
-
-
-def _depart(link: CoordinatorLink, error: BaseException) -> None:
-    """Say why and go. A user's exception goes on its way; its traceback is Python's to show."""
-    if isinstance(error, Left):
-        return
-    if isinstance(error, RunEnded):
-        completed = isinstance(error, Stopped) and error.completed
-        raise SystemExit(0 if completed else QUIET_EXIT) from None
-    if isinstance(error, PliantError):
-        own = isinstance(error, Drifted | Unsupported)
-        link.fail(str(error), shown=False, fatal=not own, own=own)
-        raise SystemExit(1) from None
-    if isinstance(error, SystemExit) and not error.code:
-        link.fail("the script called sys.exit before the end of the with block", shown=False)
-        return
-    link.fail(f"{type(error).__name__}: {error}", shown=True)
+            self.enrolment.depart(error)
+            raise
 
 
 def alone(offer: JoinRequest) -> Session:
@@ -184,9 +154,8 @@ def alone(offer: JoinRequest) -> Session:
     me = WorkerId("w0")
     group = founded(offer.policy, era=1, roster=(me,))
     saving = offer.saving(_ALONE)
-    worker = Worker(
-        me, group, groups.Alone(), offer.prepared(False), NullJournal(), saving=saving, carried=offer.carried
-    )
+    training, solo = offer.prepared(False), Solo()
+    worker = Worker(me, group, groups.Alone(), training, NullJournal(), solo, saving=saving, carried=offer.carried)
     names = saving.begun() if saving is not None else []
     if names:
         worker.restore(names)
@@ -229,7 +198,7 @@ def turned_away(error: PliantError) -> None:
     """What the script asks for is refused before it has a place: in a job, say so there and end the process."""
     job = None if _appointed.get() else current_job()
     if job is not None:
-        _depart(_connected(job), error)
+        depart(_connected(job), error)
 
 
 def _connected(job: Job) -> Link:
@@ -254,17 +223,12 @@ class Parts:
     """objects with ``state_dict`` and plain values that everybody takes over from the leader"""
     training: Training
     journal: JournalReporter
-    donor: StateDonor
-    recipient: Callable[[str], StateRecipient]
-    """the line to the donor at an address"""
+    lines: StateLines
     form: Callable[[Any, int, int, int], PendingGroup]
     """(link, attempt, place, members) -> a group of several, being formed"""
-    share: Callable[[Any, Callable[[], None]], None]
-    """(channel, look): before the first exchange everybody takes the leader's state over"""
     ready: Callable[[Worker], None]
     """is told of the worker before that enters a group"""
     overdue: Callable[[], Callable[[], None] | None] = lambda: None
-    say: Callable[[str], None] = say_to_user
     at_end: Callable[[Worker], None] | None = None
     """what to do with the final state before it is the script's alone"""
     saving: CheckpointWriter | None = None
@@ -287,7 +251,7 @@ def build(connect: Callable[[], LinkT], parts_of: Callable[[LinkT], Parts]) -> S
     try:
         return _entered(link, connect, parts_of(link))
     except PliantError as error:
-        _depart(link, error)
+        depart(link, error)
         raise
 
 
@@ -296,22 +260,14 @@ def _entered(link: CoordinatorLink, connect: Callable[[], CoordinatorLink], part
         def form(attempt: int, place: int, members: int) -> PendingGroup:
             return _Formed() if members == 1 else parts.form(link, attempt, place, members)
 
-        return Rendezvous(link, form, parts.signature, parts.donor.address, clock=parts.clock, sleep=parts.sleep)
+        address = parts.lines.donor.address
+        return Rendezvous(link, form, parts.signature, address, clock=parts.clock, sleep=parts.sleep)
 
     def come_back() -> Rendezvous:
-        eras.place.link.close()
+        enrolment.link.close()
         return placed(connect())
 
-    eras = Eras(
-        placed(link),
-        parts.donor,
-        parts.recipient,
-        {**parts.carried, "journal": parts.journal, "trained": parts.training.trained},
-        parts.share,
-        come_back,
-        parts.overdue,
-        parts.say,
-    )
+    enrolment = Enrolment(placed(link), come_back, parts.overdue)
     newcomer = founded(parts.policy, 0, (WorkerId(link.worker),))
     newcomer = replace(newcomer, standings=(Standing.FOLLOWING,))
     worker = Worker(
@@ -320,7 +276,8 @@ def _entered(link: CoordinatorLink, connect: Callable[[], CoordinatorLink], part
         groups.Alone(),
         parts.training,
         parts.journal,
-        eras=eras,
+        enrolment,
+        lines=parts.lines,
         saving=parts.saving,
         carried=parts.carried,
         pace=parts.pace,
@@ -328,14 +285,14 @@ def _entered(link: CoordinatorLink, connect: Callable[[], CoordinatorLink], part
         sleep=parts.sleep,
     )
     parts.ready(worker)
-    if not link.mailbox.welcome.running:
+    if not enrolment.is_running:
         worker.found()
     at_end = parts.at_end
     return Session(
         worker,
         parts.size,
         parts.carried,
-        eras,
+        enrolment,
         None if at_end is None else lambda: at_end(worker),
         run=parts.run,
     )
@@ -361,10 +318,8 @@ def job_parts(job: Job, link: Link, offer: JoinRequest) -> Parts:
         carried=offer.carried,
         training=training,
         journal=JournalReporter(link, described.settings, summary(described)),
-        donor=donor,
-        recipient=lambda address: handoff.Recipient(address, job.token),
+        lines=StateLines(donor, lambda address: handoff.Recipient(address, job.token), share),
         form=form,
-        share=share,
         ready=_leave_on_sigterm,
         overdue=lambda: _end_after(job.grace_s),
         at_end=lambda worker: _leave_weights(worker, offer.model, job.directory),

@@ -23,6 +23,7 @@ from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.errors import Drifted, NonFiniteLoss, Refused
 from pliant.worker.collectives import Collectives
 from pliant.worker.draw import DrawLimits
+from pliant.worker.elastic.enrolment import Solo
 from pliant.worker.elastic.transition import EraTransition
 from pliant.worker.in_flight import InFlight
 from pliant.worker.poll import Poller
@@ -42,7 +43,7 @@ class Settlement:
         lookout: Poller,
         bounds: DrawLimits,
         handing: Submission,
-        crossing: EraTransition | None,
+        crossing: EraTransition | Solo,
         hooks: Hooks,
         clock: Callable[[], float],
     ) -> None:
@@ -57,18 +58,8 @@ class Settlement:
         self.last_trained: Settled | None = None
         """the last settled round of a training phase"""
         self.applied_rate = member.training.rate
-        self._came_along: set[int] = set()
-        """phases to whose end somebody has come without the user's state of that moment"""
         self.expelled: Drifted | None = None
         """this worker's weights differ again: it goes when all know"""
-
-    def somebody_lacks_state(self, phase: int) -> bool:
-        """Whether somebody has come to the end of this phase without the user's state of that moment; asked once."""
-        found = phase in self._came_along
-        # Those of the calls around it are asked about later.
-        around = self._member.script.depth > 1
-        self._came_along = {earlier for earlier in self._came_along if around and earlier < phase}
-        return found
 
     # -- openings and the end
 
@@ -92,7 +83,7 @@ class Settlement:
         """All have entered the next phase."""
         member = self._member
         before, training = member.group, member.training
-        training.buffers.begin(bitmap >> len(training.parameters), kept=member.eras is not None)
+        training.buffers.begin(bitmap >> len(training.parameters), kept=member.enrolment.has_eras)
         gathered = standings.heard_in_body(before, gathered)
         group = rounds.opened(before, gathered)
         if isinstance(group, Mismatch):
@@ -103,7 +94,7 @@ class Settlement:
             self._adopt(before, gathered)
         plan = consistency.agreed_plan(group, gathered)
         if plan is not None:
-            self._switch(plan)
+            self._crossing.switch(plan)
 
     def end(self) -> None:
         """Say that this script has come to its end; others may still be in the body of their last loop."""
@@ -147,18 +138,13 @@ class Settlement:
         if agreed == (before.trained if member.follows else member.training.look()):
             return
         lacking = member.training.adopt(agreed)
-        if lacking and member.eras is not None and member.follows:
-            member.eras.lacks(lacking)
+        if lacking and member.follows:
+            member.reception.lacks(lacking)
         elif lacking:
             raise Drifted(
                 f"{member.me} has taken no part in the rounds in which {member.training.trained.named(lacking)} came "
                 "to be trained, and its optimizer lacks it: it starts again"
             )
-
-    def _switch(self, plan: tuple[int, int], *, closed: bool = False) -> None:
-        # Only a coordinator plans an era.
-        assert self._crossing is not None
-        self._crossing.switch(plan, closed=closed)
 
     # -- settling
 
@@ -269,7 +255,7 @@ class Settlement:
     def _switch_or_remember(self, plan: tuple[int, int], *, closed: bool) -> None:
         """The planned era begins after this exchange."""
         with self._lookout.deferring():
-            self._switch(plan, closed=closed)
+            self._crossing.switch(plan, closed=closed)
 
     def _hand_in_late(self, before: GroupState, following: Flag) -> None:
         """The following contribution, after the update: it is of a new era, or the script came first."""
@@ -281,9 +267,8 @@ class Settlement:
     def _fall_behind(self, before: GroupState) -> None:
         """The script's code for this update runs on those who compute, and not here."""
         member = self._member
-        if member.eras is not None and not member.follows:
-            leaving = member.standing is Standing.LEAVING
-            member.eras.fell_behind(member.training, before, member.group, leaving=leaving)
+        if not member.follows:
+            member.users_state.fell_behind(before, member.group, leaving=member.standing is Standing.LEAVING)
 
     def _give_up_if_hopeless(self) -> None:
         if self._member.group.skipped_in_a_row >= rounds.MAX_SKIPPED_IN_A_ROW:
@@ -307,12 +292,10 @@ class Settlement:
         """Make the update that the group has decided on."""
         member, training = self._member, self._member.training
         scheduled = (before.scheduled, member.group.scheduled)
-        averaged = None
-        if member.eras is not None:
-            touched = bitmap & int.from_bytes(outcome.touched, "little") if outcome.touched else bitmap
-            averaged = member.eras.averaged(
-                before.exchange + 1, touched, outcome.factor, scheduled, finite=outcome.finite
-            )
+        touched = bitmap & int.from_bytes(outcome.touched, "little") if outcome.touched else bitmap
+        averaged = member.reception.averaged(
+            before.exchange + 1, touched, outcome.factor, scheduled, finite=outcome.finite
+        )
         self.last_trained = outcome
         self.applied_rate = training.rate * outcome.factor
         training.apply(outcome, flight.filled, bitmap, averaged, measures=outcome.measures)
@@ -336,20 +319,21 @@ class Settlement:
         member, differs = self._member, outcome.drift
         if differs is None or member.index not in differs.named:
             return
-        again = member.index in differs.expelled
-        if again or member.eras is None:
+        again, healed = member.index in differs.expelled, member.enrolment.has_eras
+        if again or not healed:
             error = self.expelled = Drifted(
                 f"{member.me}'s weights differ from the others' after round {differs.round}"
                 f"{', again' if again else ''}: "
                 "look for bad memory, a non-deterministic kernel, or code that changes the weights on one worker only"
             )
-            if member.eras is None:
+            if not healed:
                 raise error
         member.work.begin()
         member.training.cancel_look_ahead()
         member.training.gradients.discard()
         member.training.weighed, member.training.sketch = (0, 0), 0.0
-        member.eras.heal(member.training, member.group, differs.donor)
+        member.users_state.drop()
+        member.reception.heal(member.group, differs.donor)
 
     def go_if_expelled(self) -> None:
         """The others have settled the exchange that has shown it, or cannot any more."""
@@ -362,7 +346,7 @@ class Settlement:
         """Everything is applied: forget what a break cut off, make the buffers equal, go back to the outer phase."""
         member, training = self._member, self._member.training
         if standings.somebody_came_along(member.group, handed_in):
-            self._came_along.add(outcome.phase)
+            member.users_state.expect_at_end(outcome.phase)
         self._follow_result(outcome)
         if outcome.kind is Kind.TRAIN:
             if len(member.group.roster) > 1:
@@ -387,8 +371,7 @@ class Settlement:
         top = not member.group.open and not member.group.past.ended_inside
         if outcome.kind is Kind.EVALUATE and top and outcome.result is not None:
             member.training.evaluated(outcome.result)
-            if member.eras is not None:
-                member.eras.evaluated(member.group.exchange, outcome.result)
+            member.reception.evaluated(member.group.exchange, outcome.result)
 
     def finish_draining(self) -> None:
         """Make the buffers equal on all workers at the end of a phase, where the last round has not done so."""
@@ -411,5 +394,4 @@ class Settlement:
         member.training.buffers.merge(summed, float(len(member.holders)))
         member.undrained = False
         member.advance(rounds.drained(member.group))
-        if member.eras is not None:
-            member.eras.drained(member.group.exchange)
+        member.reception.drained(member.group.exchange)

@@ -143,7 +143,7 @@ class Submission:
         if len(member.group.roster) > 1:
             merged = training.buffers.hand_in(weight, leader=member.index == member.holders[0])
         else:
-            training.buffers.go_alone(kept=member.eras is not None)
+            training.buffers.go_alone(kept=member.enrolment.has_eras)
         return training.gradients.hand_in(overlap=overlap, returning=returning), merged
 
     # -- other parameters than were agreed on

@@ -8,16 +8,21 @@ Source    docs/protocol.md ("One round", "Following").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from pliant.core import allowance, consistency, standings, tickets
 from pliant.core.group_state import GroupState, Standing
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import WorkerId
-from pliant.worker.elastic.eras import Eras, GroupSnapshot
+from pliant.worker.elastic.donor import StateLines, StateServer
+from pliant.worker.elastic.enrolment import Enrolment, Solo
+from pliant.worker.elastic.reception import Reception
+from pliant.worker.elastic.user_state import UserState
 from pliant.worker.in_flight import Contributions
 from pliant.worker.journal import Journal
 from pliant.worker.script.calls import ScriptPosition
+from pliant.worker.snapshot import GroupSnapshot
 from pliant.worker.training import Training
 
 
@@ -30,15 +35,26 @@ class WorkerState:
         group: GroupState,
         training: Training,
         witness: Journal,
-        eras: Eras | None,
+        enrolment: Enrolment | Solo,
+        lines: StateLines,
+        carried: Mapping[str, Any],
         clock: Callable[[], float],
     ) -> None:
+        """``carried``: what the script has given besides the model; a newcomer takes it over."""
         self.me = me
         self._group = group
         self.training = training
         self.witness = witness
-        self.eras = eras
-        """None: no coordinator, and one era for ever"""
+        self.enrolment = enrolment
+        self.share = lines.share
+        handed_on = {**carried, "journal": witness, "trained": training.trained}
+
+        def name() -> WorkerId:
+            return self.me
+
+        self.reception = Reception(name, training, handed_on, lines.recipient, lines.say)
+        self.users_state = UserState(name, training, handed_on, self.reception, shared=enrolment.has_eras)
+        self.donor = StateServer(lines.donor, training, handed_on, self.reception, self.users_state)
         self.script = ScriptPosition()
         self.work = Contributions(clock)
         self.undrained = False
@@ -113,7 +129,7 @@ class WorkerState:
         Not inside an ``evaluate`` in a loop, and not before the round in flight is settled or something was drawn
         beside it: the others may count on this worker being inside its loop body.
         """
-        if self.eras is None or not self.eras.leaving or self.script.depth > 1:
+        if not self.enrolment.leaving or self.script.depth > 1:
             return False
         flight = self.work.flight
         return flight is None or flight.leaving or self.work.contribution.micro_batches > 0
@@ -128,8 +144,8 @@ class WorkerState:
         group, training = self.group, self.training
         if self.leaving:
             flags |= Flag.LEAVING
-        plan_term, plan_era = self.eras.place.prepared(group.era) if self.eras is not None else (0, 0)
-        if plan_era and self.eras is not None and self.eras.place.left_out:
+        plan_term, plan_era = self.enrolment.prepared(group.era)
+        if plan_era and self.enrolment.left_out:
             flags |= Flag.GOING
         return Ticket(
             group.era,

@@ -12,48 +12,20 @@ Source    docs/design/0007-elastic.md.
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from pliant.core import portion_size
-from pliant.tensors import allocation
-from pliant.tensors.background_copy import BackgroundCopy, CopyMemory
 from pliant.tensors.gradients import FlatGradients
 from pliant.worker.elastic.kept_rounds import KeptResult, KeptRound, PortionRequest
+from pliant.worker.snapshot import META, everything, install_meta, install_parameter, is_parameter
 from pliant.worker.training import Training
 
-META, STATE = "meta", "state"
-_TRAINED = "\0trained"
-"""beside the names of the user's own values"""
-_AT_END = "state at the end of call "
-_BEFORE_HOOKS = "state before the hooks of exchange "
 # What a donor copies at a time. One tensor may be larger.
 _REQUEST_BYTES = 128 << 20
-
-
-def at_end_of(call: str) -> str:
-    """The name of the user's state as it was at the end of a call."""
-    return f"{_AT_END}{call}"
-
-
-def before_hooks_of(exchange: int) -> str:
-    """The name of the user's state as it was when an update was applied, before anything was done with it."""
-    return f"{_BEFORE_HOOKS}{exchange}"
-
-
-def is_before_hooks(want: Sequence[str]) -> bool:
-    """Whether it is that which is wanted."""
-    return any(name.startswith(_BEFORE_HOOKS) for name in want)
-
-
-def is_of_end(want: Sequence[str]) -> bool:
-    """Whether it is that which is wanted."""
-    return any(name.startswith(_AT_END) for name in want)
 
 
 class StateRecipient(Protocol):
@@ -90,12 +62,6 @@ class CatchUp:
         self._connect = connect
         self._say = say
         self._recipient: StateRecipient | None = None
-        self._state_from: StateRecipient | None = None
-        """who was asked for the user's state"""
-        self._state_asked: str | None = None
-        """for which"""
-        self._states_under_way: deque[int] = deque()
-        """as of which exchanges, one answer after another"""
         self._donors: list[str] = []
         self._asked: PortionRequest | None = None
         self._era = 0
@@ -135,7 +101,7 @@ class CatchUp:
         if self._expected == (donor, era):
             return
         self.restart([donor], era, 0, keep=False)
-        recipient = self._line()
+        recipient = self.line()
         assert recipient is not None
         self._ask(recipient, 0)
         self._expected = donor, era
@@ -146,7 +112,7 @@ class CatchUp:
         if expected == (next(iter(donors), ""), era) and self._asked is not None:
             self._donors, self._asked.as_of = list(donors), exchange
             return
-        self._drop_recipient()
+        self.hang_up()
         self._donors, self._era = list(donors), era
         self._ask_again_for(self._asked)
         if not keep:
@@ -172,19 +138,20 @@ class CatchUp:
             self._missing = list(dict.fromkeys([*asked.want, *self._missing]))
         self._asked = None
 
-    def _drop_recipient(self) -> None:
+    def hang_up(self) -> None:
+        """What was asked for and is not here does not come."""
         if self._recipient is not None:
             self._recipient.close()
             self._recipient = None
 
     def close(self) -> None:
         """No longer needed."""
-        self._drop_recipient()
+        self.hang_up()
         self._training.held = None
 
     def pursue(self, exchange: int) -> None:
         """Ask for what is missing, install what has come. ``exchange``: what this worker has settled."""
-        recipient = self._line()
+        recipient = self.line()
         if recipient is None:
             return
         asked = self._asked
@@ -203,9 +170,10 @@ class CatchUp:
         if self._missing:
             self._ask(recipient, exchange)
 
-    def _line(self) -> StateRecipient | None:
+    def line(self) -> StateRecipient | None:
+        """To the donor that is asked now; the next one where it has failed. None: there is nobody to ask."""
         if self._recipient is not None and self._recipient.failed is not None:
-            self._drop_recipient()
+            self.hang_up()
             self._donors = self._donors[1:] + self._donors[:1]
             self._ask_again_for(self._asked)
         if self._recipient is None and self._donors:
@@ -226,45 +194,9 @@ class CatchUp:
         self._asked = PortionRequest(as_of, want, gradients)
         recipient.request(self._era, as_of, want)
 
-    def ask_state(self, as_of: int) -> None:
-        """Ask for the user's own state; everything else is here."""
-        recipient = self._line()
-        if recipient is not None:
-            self._request_state(recipient, as_of, STATE)
-
-    def _request_state(self, recipient: StateRecipient, as_of: int, name: str) -> None:
-        if recipient is not self._state_from:
-            self._states_under_way.clear()
-        self._state_from, self._state_asked = recipient, name
-        self._states_under_way.append(as_of)
-        recipient.request(self._era, as_of, [name])
-
-    def users_state(self, exchange: int, name: str = STATE) -> Mapping[str, Any] | None:
-        """The user's state once it is here; asks again where the donor failed or the answer is out of date.
-
-        ``name``: of another moment than now (``at_end_of``, ``before_hooks_of``).
-        """
-        if self._state_asked not in (None, name):
-            # What it was asked for is due only later, and it answers in turn.
-            self._drop_recipient()
-        recipient = self._line()
-        if recipient is None:
-            return None
-        # A donor that failed was replaced, perhaps long ago; who came after it has not been asked for this.
-        if recipient is not self._state_from:
-            self._request_state(recipient, exchange, name)
-            return None
-        answer = recipient.arrived()
-        if answer is None:
-            return None
-        as_of = self._states_under_way.popleft()
-        # Asked for less, the donor may have given more: the state after an update whose code is still to run here.
-        if name != STATE or as_of >= exchange:
-            return answer[1][name]
-        if not self._states_under_way or self._states_under_way[-1] < exchange:
-            # This worker was ready, and went along until it was dealt something.
-            self._request_state(recipient, exchange, name)
-        return None
+    def request(self, recipient: StateRecipient, as_of: int, want: Sequence[str]) -> None:
+        """Ask for something that is no part of ``everything``."""
+        recipient.request(self._era, as_of, want)
 
     # -- rounds meanwhile
 
@@ -336,7 +268,7 @@ class CatchUp:
             self._portions = portion_size.given_up(self._portions, asked.size, asked.rounds, part)
             self._ask_again_for(asked)
             # The donor stops sending what is of no use any more; it is asked again on another line.
-            self._drop_recipient()
+            self.hang_up()
             return False
         # Only before the answer has begun, and only once: after that ``holds_up`` is in time.
         while self._portions.is_full(asked.kept_bytes + size) and asked.drop_oldest():
@@ -413,179 +345,3 @@ def _waiting(size: int, at_most: int) -> str:
         f"optimizer state: keeping the gradients of all rounds meanwhile would take more than {at_most / 1e6:.0f} MB; "
         "a quicker network, or longer rounds, avoid this"
     )
-
-
-# -- both ends
-
-
-def everything(training: Training, live: int | None = None) -> list[str]:
-    """The names of all there is to take over but the user's state, in the order in which it is asked for.
-
-    Buffers that are merged (``live``, if not those of ``training``) are small and come with the first part; large ones
-    hardly ever change.
-    """
-    merged = training.buffers.live if live is None else live
-    unmerged = [index for index in range(len(training.buffers)) if not merged >> index & 1]
-    names = [f"c{i}" for i in range(len(training.constants()))] + [f"b{i}" for i in unmerged]
-    return [META, *names, *(f"p{i}" for i in range(len(training.parameters)))]
-
-
-@torch.no_grad()
-def snapshot(training: Training, carried: Mapping[str, Any], want: Sequence[str]) -> dict[str, Any]:
-    """What a follower asks for, as of now: copies, except of what never changes.
-
-    The model shows the plain weights and the group's buffers.
-    """
-    parts: dict[str, Any] = {}
-    for name in want:
-        if name == META:
-            parts[name] = _meta(training, carried)
-        elif name == STATE:
-            parts[name] = users_state_of(carried)
-        elif name.startswith("b"):
-            parts[name] = training.buffers.value(int(name[1:]))
-        elif name.startswith("c"):
-            parts[name] = allocation.lent(training.constants()[int(name[1:])])
-        else:
-            p = training.parameters[int(name[1:])]
-            state = training.optimizer.state.get(p, {})
-            parts[name] = {"value": allocation.copied(p), "state": _copied(dict(state))}
-    return parts
-
-
-@torch.no_grad()
-def copy_parameters(training: Training, copying: BackgroundCopy) -> dict[str, Any]:
-    """The same for all parameters, where they will be when ``copying`` is complete."""
-    parts: dict[str, Any] = {}
-    for index, p in enumerate(training.parameters):
-        state = training.optimizer.state.get(p, {})
-        value = copying.of_tensor(training.plain_weights(index))
-        parts[f"p{index}"] = {"value": value, "state": copying.of(dict(state))}
-    training.copying = copying
-    return parts
-
-
-def room_for_parameters(training: Training) -> CopyMemory:
-    """Memory for such a copy."""
-    return CopyMemory(training.parameters, [dict(training.optimizer.state.get(p, {})) for p in training.parameters])
-
-
-def users_state_of(carried: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the user's own state, and which parameters the script trains by now: its code decides about both."""
-    values = _copied(stated(carried["state"]))
-    return {**values, _TRAINED: _copied(carried["trained"].state_dict())} if "trained" in carried else values
-
-
-def _meta(training: Training, carried: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "trained": _copied(training.trained.state_dict()),
-        "buffers": {i: training.buffers.value(i) for i in range(len(training.buffers)) if training.buffers.is_live(i)},
-        "epochs": training.epochs_ended,
-        "scale": training.scale_state(),
-        "outer": _copied(stated({name: carried.get(name) for name in ("scheduler", "scaler", "journal")})),
-    }
-
-
-def stated(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Objects by their ``state_dict``, plain values as they are."""
-    present = {name: value for name, value in objects.items() if value is not None}
-    return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in present.items()}
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return allocation.copied(value)
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
-    return value
-
-
-@torch.no_grad()
-def install_meta(training: Training, carried: Mapping[str, Any], meta: Mapping[str, Any], *, merged: bool) -> None:
-    """Take over hyper-parameters, schedule, scaler, buffers, and what of the journal is not on disk.
-
-    Which parameters are trained is taken over when the script is where the group is, or with the next update.
-    """
-    for name, value in meta["outer"].items():
-        if carried.get(name) is not None:
-            carried[name].load_state_dict(value)
-    training.trained.take_over(meta["trained"], later=True)
-    training.schedule_guard.forget()
-    for index in meta["buffers"]:
-        training.buffers.grow(1 << index)
-    training.buffers.adopt(meta["buffers"], merged=merged)
-    ended, training.epochs_ended = training.epochs_ended, meta["epochs"]
-    for epoch in range(meta["epochs"], ended):
-        # Ended here since; the schedule that was just loaded does not know of it.
-        training.end_epoch(epoch)
-    training.take_scale(meta["scale"])
-
-
-@torch.no_grad()
-def install(training: Training, carried: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Take over everything but the user's state."""
-    install_meta(training, carried, parts[META], merged=False)
-    training.buffers.adopt({int(name[1:]): parts[name] for name in parts if _is(name, "b")}, merged=False)
-    for index, constant in enumerate(training.constants()):
-        constant.copy_(parts[f"c{index}"])
-    for index in range(len(training.parameters)):
-        install_parameter(training, index, parts[f"p{index}"])
-
-
-def is_parameter(name: str) -> bool:
-    """Whether it is the name of a parameter and its optimizer state."""
-    return _is(name, "p")
-
-
-def _is(name: str, kind: str) -> bool:
-    return name[0] == kind and name[1:].isdecimal()
-
-
-@torch.no_grad()
-def install_parameter(training: Training, index: int, part: Mapping[str, Any]) -> None:
-    """Take over one parameter and its optimizer state."""
-    training.finish_copy()
-    p = training.parameters[index]
-    p.copy_(part["value"])
-    # Asking for a parameter's state makes an empty one: where the donor has none, there is to be none.
-    training.optimizer.state.pop(p, None)
-    for name, value in part["state"].items():
-        # As torch's own load_state_dict: a step counter stays where it is, the rest goes with the parameter.
-        moves = isinstance(value, Tensor) and value.shape == p.shape
-        training.optimizer.state[p][name] = laid_out_like(p, value) if moves else value
-
-
-def laid_out_like(p: Tensor, value: Tensor) -> Tensor:
-    """The same numbers on the parameter's device, with its strides: fused optimizers walk both by memory."""
-    if value.stride() == p.stride():
-        return value.to(p.device)
-    return torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
-
-
-def install_users_state(carried: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Take over what the script's code has made of both on other workers."""
-    install_state(carried["state"], {name: value for name, value in values.items() if name != _TRAINED})
-    if _TRAINED in values and "trained" in carried:
-        carried["trained"].take_over(values[_TRAINED], later=False, hyper=False)
-
-
-def install_state(objects: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Take over the user's own objects and values."""
-    for name, value in values.items():
-        if hasattr(objects.get(name), "load_state_dict"):
-            objects[name].load_state_dict(value)
-            if isinstance(objects[name], Optimizer):
-                _lay_out_like_parameters(objects[name])
-        else:
-            objects[name] = value
-
-
-@torch.no_grad()
-def _lay_out_like_parameters(optimizer: Optimizer) -> None:
-    """State that came over the wire is contiguous, and ``load_state_dict`` leaves it so."""
-    for p, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.shape == p.shape:
-                state[name] = laid_out_like(p, value)

@@ -13,19 +13,21 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
+from pliant.control.messages import Call
 from pliant.core import regrouping
 from pliant.core.group_state import FinishedPhase, GroupState, Standing, founded
 from pliant.core.regrouping import Entry
 from pliant.core.tickets import Flag, Kind
 from pliant.errors import Left, RunEnded
+from pliant.worker import snapshot
 from pliant.worker.checkpoint_schedule import CheckpointSchedule
 from pliant.worker.collectives import Answer, Collectives, reached
-from pliant.worker.elastic import eras as changes
-from pliant.worker.elastic.eras import Eras, GroupSnapshot
+from pliant.worker.elastic.enrolment import Enrolment
 from pliant.worker.elastic.rendezvous import EraBroken, Evicted, FormedGroup
 from pliant.worker.poll import LOOK_S, Poller
 from pliant.worker.progress import LoopPoint
 from pliant.worker.script.calls import ScriptCall
+from pliant.worker.snapshot import GroupSnapshot
 from pliant.worker.worker_state import WorkerState
 
 # How long a worker that goes stays for those who have yet to learn that its last exchange was settled.
@@ -37,10 +39,15 @@ class EraTransition:
     """One worker's way through the eras."""
 
     def __init__(
-        self, member: WorkerState, eras: Eras, channels: Collectives, lookout: Poller, checkpoints: CheckpointSchedule
+        self,
+        member: WorkerState,
+        enrolment: Enrolment,
+        channels: Collectives,
+        lookout: Poller,
+        checkpoints: CheckpointSchedule,
     ) -> None:
         self._member = member
-        self._eras = eras
+        self._enrolment = enrolment
         self._channels = channels
         self._lookout = lookout
         self._checkpoints = checkpoints
@@ -51,23 +58,21 @@ class EraTransition:
 
     def found(self) -> None:
         """Enter the first era together with all others (or, coming too late for it, a later one)."""
-        if not self._eras.place.link.mailbox.welcome.running:
-            self._eras.enlisted = True
-            self._eras.place.enlist(None)
+        if not self._enrolment.is_running:
+            self._enrolment.enlist(None)
             self._enter_next()
 
     def become_member(self, call: ScriptCall) -> FinishedPhase | None:
         """A newcomer enlists with the first call that is not past; earlier ones have an answer already."""
-        if self._eras.enlisted:
+        if self._enrolment.enlisted:
             return None
-        calls = self._member.script.calls
-        past = self._eras.past_call(calls)
+        past = self._enrolment.past_call(self._member.script.calls)
         if past is None:
             self._enlist(call)
         return past
 
     def _enlist(self, call: ScriptCall) -> None:
-        self._eras.enlist(self._member.script.calls, call.kind.name.lower(), call.samples.length)
+        self._enrolment.enlist(Call(self._member.script.calls, call.kind.name.lower(), call.samples.length))
         self._enter_next()
 
     # -- a planned era
@@ -77,8 +82,8 @@ class EraTransition:
 
         ``closed``: those who go along know already that the last exchange was settled.
         """
-        eras, member = self._eras, self._member
-        seat = eras.place.taken_up(plan)
+        member = self._member
+        seat = self._enrolment.place.taken_up(plan)
         self._channels.retire(None if closed else member.packed(member.ticket(Kind.TRAIN, Flag.NONE)))
         if seat is None:
             self._depart()
@@ -88,16 +93,16 @@ class EraTransition:
         self._channels.enter(seat.channel)
         newcomers = any(worker not in before.roster for worker in seat.roster)
         # The journal's records are counted as they are before this era's.
-        handed = changes.encoded(member.handed, known=0) if newcomers else b""
+        handed = snapshot.encoded(member.handed, known=0) if newcomers else b""
         self._entered(seat, None)
-        eras.go_on(member.group, seat, knows_best=False)
+        member.users_state.go_on(member.group, seat, knows_best=False)
         if newcomers:
             reached(lambda: seat.channel.tell(handed, seat.donor))
 
     def _depart(self) -> None:
         """This worker is not on the roster any more, as it was asked."""
         self._lookout.wait_blindly(lambda: self._channels.ended, _FAREWELL_S)
-        self._eras.place.link.finish(left=True)
+        self._enrolment.finish(left=True)
         raise Left
 
     # -- an unplanned era
@@ -122,13 +127,13 @@ class EraTransition:
         self._enter_next()
 
     def _stop(self, era: int, reason: str) -> None:
-        told = self._eras.place.link.mailbox.broken_era >= era
-        self._eras.place.stop(
+        told = self._enrolment.link.mailbox.broken_era >= era
+        self._enrolment.place.stop(
             era,
             self._member.group.exchange,
             active=not self._member.follows,
             # While the user's own state is on its way, who has it is the better donor.
-            whole=self._eras.holds_all,
+            whole=self._member.reception.holds_all,
             failed="" if told else reason,
         )
 
@@ -141,17 +146,19 @@ class EraTransition:
 
     def _come_back(self) -> None:
         """Taken off the roster while asleep: return as a newcomer, with the script where it is."""
-        eras, member = self._eras, self._member
+        enrolment, member = self._enrolment, self._member
         self._lose_flights()
         self._channels.leave()
         script = member.script
         self._beyond = self._beyond or script.calls > 0 or script.depth > 1 or member.group.round > 0
-        rewinds = eras.rewinds
-        eras.returned()
-        if self._beyond and eras.rewinds != rewinds:
+        rewinds = enrolment.rewinds
+        enrolment.come_back()
+        member.users_state.drop()
+        enrolment.leave_again()
+        if self._beyond and enrolment.rewinds != rewinds:
             raise RunEnded(_PAST_IT)
-        member.me = eras.place.me
-        member.witness.moved(eras.place.link)
+        member.me = enrolment.place.me
+        member.witness.moved(enrolment.link)
         member.work.forget(0)
         newcomer = founded(member.group.policy, 0, (member.me,))
         # The script has told its limit already, and a run that begins anew has it from there.
@@ -171,11 +178,10 @@ class EraTransition:
 
     def _enter_next(self) -> None:
         """Wait for an era with this worker in it, and enter it."""
-        eras, training = self._eras, self._member.training
-        era = self._member.group.era
+        place, era = self._enrolment.place, self._member.group.era
         while True:
             self._lookout.progress(LoopPoint.WAITING)
-            seat = eras.place.next_seat(era, lambda plan: eras.expect(training, plan))
+            seat = place.next_seat(era, self._member.reception.expect)
             try:
                 self._enter(seat)
                 return
@@ -183,14 +189,14 @@ class EraTransition:
                 seat.channel.leave()
                 era = seat.era
                 # One of a plan that was dropped waits, as before.
-                if not eras.place.is_void(era):
+                if not place.is_void(era):
                     self._stop(era, str(broken))
 
     def _enter(self, seat: FormedGroup) -> None:
         """Agree with the others of a new era on where it begins."""
 
         def look() -> None:
-            self._eras.place.look_entering(seat.era)
+            self._enrolment.place.look_entering(seat.era)
 
         if seat.exchange == 0:
             self._begin(seat, look)
@@ -206,7 +212,7 @@ class EraTransition:
             entries = self._entries(seat, look, active=holds)
             group = regrouping.regrouped(group, seat.era, seat.roster, entries)
         keep = was_there and not holds
-        self._eras.trust_own_state(handed.group, was_active=self._member.standing is Standing.ACTIVE)
+        self._member.users_state.trust_own(handed.group, was_active=self._member.standing is Standing.ACTIVE)
         self._channels.enter(seat.channel)
         if holds:
             self._member.work.lose_flights(len(group.open))
@@ -216,9 +222,9 @@ class EraTransition:
         self._member.enter(group, undrained=handed.undrained)
         self._entered(seat, entries)
         if self._member.follows:
-            self._eras.take_over(self._member.training, group, seat, keep=keep)
+            self._member.reception.take_over(group, seat, keep=keep)
         else:
-            self._eras.go_on(group, seat, knows_best=donor)
+            self._member.users_state.go_on(group, seat, knows_best=donor)
 
     def _begin(self, seat: FormedGroup, look: Callable[[], None]) -> None:
         """Nobody has done anything yet: all begin with the leader's state."""
@@ -226,7 +232,7 @@ class EraTransition:
             raise RunEnded("the run begins anew, and this script is past its beginning")
         member = self._member
         member.work.drawn_since_update = False
-        _heard(lambda: self._eras.share(seat.channel, look))
+        _heard(lambda: member.share(seat.channel, look))
         self._channels.enter(seat.channel)
         limits = regrouping.limits(member.group)
         member.enter(replace(founded(member.group.policy, seat.era, seat.roster), **limits), undrained=False)
@@ -247,19 +253,19 @@ class EraTransition:
         known = self._known(seat, look) if seat.exchange >= 0 else 0
         if not donor:
             own = self._member.group.past
-            handed = changes.decoded(_heard(lambda: seat.channel.told(seat.donor, look)), own)
+            handed = snapshot.decoded(_heard(lambda: seat.channel.told(seat.donor, look)), own)
             if self._member.script.is_beyond(handed.group):
                 # However it came to be: a lost coordinator's word, or calls that were over before the run went back.
                 raise RunEnded(_PAST_IT)
             return handed
         handed = self._member.handed
-        reached(lambda: seat.channel.tell(changes.encoded(handed, known), seat.donor))
+        reached(lambda: seat.channel.tell(snapshot.encoded(handed, known), seat.donor))
         return handed
 
     def _known(self, seat: FormedGroup, look: Callable[[], None]) -> int:
         """How many of the script's calls everybody knows: those need not travel."""
-        mine = changes.packed_count(self._member.group.past)
-        return min(changes.unpacked_count(data) for data in self._gathered(seat, look, mine))
+        mine = snapshot.packed_count(self._member.group.past)
+        return min(snapshot.unpacked_count(data) for data in self._gathered(seat, look, mine))
 
     def _is_at(self, group: GroupState) -> bool:
         """Whether this worker has missed nothing of what ``group`` has done."""
@@ -268,8 +274,8 @@ class EraTransition:
 
     def _entries(self, seat: FormedGroup, look: Callable[[], None], *, active: bool) -> list[Entry]:
         """What everybody brings along."""
-        mine = changes.packed_entry(self._member.work.entry(active=active))
-        return [changes.unpacked_entry(data) for data in self._gathered(seat, look, mine)]
+        mine = snapshot.packed_entry(self._member.work.entry(active=active))
+        return [snapshot.unpacked_entry(data) for data in self._gathered(seat, look, mine)]
 
     def _gathered(self, seat: FormedGroup, look: Callable[[], None], mine: bytes) -> list[bytes]:
         summation = reached(lambda: seat.channel.gather(mine))
@@ -294,11 +300,11 @@ class EraTransition:
             member.work.drawn_since_update = False
 
     def _entered(self, seat: FormedGroup, entries: Sequence[Entry] | None) -> None:
-        member, eras = self._member, self._eras
+        member = self._member
         member.witness.era(member.group, entries, sends=seat.roster[seat.donor] == member.me)
-        eras.entered(seat)
+        member.reception.entered(seat)
         self._lookout.progress()
-        eras.place.link.entered(seat.era, member.group.exchange)
+        self._enrolment.link.entered(seat.era, member.group.exchange)
 
 
 def _heard(ask: Callable[[], Answer]) -> Answer:

@@ -21,7 +21,6 @@ from pliant.core.group_state import GroupState
 from pliant.core.rounds import Settled
 from pliant.errors import UsageError
 from pliant.types import WorkerId
-from pliant.worker.checkpoint_schedule import CheckpointSchedule
 from pliant.worker.poll import Poller
 from pliant.worker.training import Training
 from pliant.worker.worker_state import WorkerState
@@ -127,11 +126,10 @@ class ReplayedHooks(Registered):
 class Hooks(Registered):
     """Those of a worker, and when they are called."""
 
-    def __init__(self, member: WorkerState, lookout: Poller, checkpoints: CheckpointSchedule) -> None:
+    def __init__(self, member: WorkerState, lookout: Poller) -> None:
         super().__init__(member.training)
         self._member = member
         self._lookout = lookout
-        self._checkpoints = checkpoints
         self._roster: tuple[WorkerId, ...] = ()
         """as it was told last"""
         self.gone_on = False
@@ -156,9 +154,9 @@ class Hooks(Registered):
         self._pending = told(outcome, member.group, member.training.grad_norm, rates)
         self._then = then
         self._lookout.in_hook = True
-        self._checkpoints.install_users_state()
-        if member.eras is not None and member.fresh and member.eras.holds_all:
-            member.eras.keep_before_hooks(self._exchange)
+        member.users_state.install_restored(member.script.calls)
+        if member.fresh:
+            member.users_state.keep_before_hooks(self._exchange)
 
     @property
     def due(self) -> bool:
@@ -205,10 +203,9 @@ class Hooks(Registered):
 
     def _take_users_state(self) -> None:
         """A newcomer's first: the user's state as the others had it when they called theirs."""
-        eras = self._member.eras
-        if eras is not None and eras.lacks_users_state:
-            exchange, member = self._exchange, self._member
-            self._lookout.wait_at_rest(lambda: eras.state_before_hooks_arrived(member.group, exchange))
+        exchange, member = self._exchange, self._member
+        if member.users_state.is_lacking:
+            self._lookout.wait_at_rest(lambda: member.users_state.arrived_before_hooks(member.group, exchange))
 
     # -- the roster
 
