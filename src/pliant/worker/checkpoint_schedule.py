@@ -1,8 +1,9 @@
 """A worker's part in the checkpoints of its run.
 
-Question  Does this worker write one now, and how does it go on from one?
-Holds     One member writes, where its script is at a place that another one can get to by itself. Who goes on from a
-          checkpoint holds its state alone; the user's own state is installed when the script is in the call it is of.
+Question  Does this worker write a checkpoint now, and how does it go on from one?
+Holds     One member writes, when its script is at a position that another script can reach by itself. A worker that
+          goes on from a checkpoint is the only one to hold its state; the user's own state is installed when the script
+          reaches the call that the checkpoint was taken in.
 Source    docs/design/0014-checkpoints.md.
 """
 
@@ -23,7 +24,7 @@ from pliant.worker.worker_state import WorkerState
 
 
 class CheckpointSchedule:
-    """Between the worker's loop and what is saved."""
+    """Decides when this worker writes a checkpoint, and restores one."""
 
     def __init__(self, member: WorkerState, saving: CheckpointWriter | None, carried: Mapping[str, Any]) -> None:
         """``carried``: what the script has given besides model and optimizer."""
@@ -32,9 +33,9 @@ class CheckpointSchedule:
         self._carried = carried
 
     def save(self, *, drawn: bool = False) -> None:
-        """Begin a checkpoint if one is due and this worker writes it; tell of one that is complete.
+        """Begin a checkpoint if one is due and this worker writes it; report one that is complete.
 
-        ``drawn``: the script computes a micro-batch next. The copy has that time before the next update.
+        ``drawn``: the script computes a micro-batch next, so that the copy has that time before the next update.
         """
         saving, member = self.saving, self._member
 
@@ -55,17 +56,17 @@ class CheckpointSchedule:
         return bool(member.group.open) and member.group.phase.kind is Kind.TRAIN and member.speaks
 
     def _writes(self) -> bool:
-        """Whether this worker writes the checkpoints, and its script is where another one can get by itself."""
+        """Whether this worker writes the checkpoints, and another script can reach this position by itself."""
         member, group = self._member, self._member.group
         first = next((m for m, standing in enumerate(group.standings) if standing is Standing.ACTIVE), None)
         if len(group.roster) == 1 and member.work.contribution.micro_batches:
-            # Alone the model's buffers follow every forward pass, and those of this round will be made again.
+            # With one worker the model's buffers follow every forward pass, and this round's passes will be repeated.
             return False
         alike = len(group.open) == 1 and not group.phase.inner and member.script.is_at(group)
         return member.users_state.is_whole and first == member.index and alike
 
     def restore(self, names: Sequence[str], last_round: int) -> Manifest:
-        """Hold the state of the first of these checkpoints that is whole, alone."""
+        """Restore the first of these checkpoints that is whole; this worker is its only holder."""
         member = self._member
         found = self.saving.restored(names, member.training, self._carried, member.group)
         limits = regrouping.limits(member.group)
@@ -81,5 +82,5 @@ class CheckpointSchedule:
         self.saving.forget()
 
     def end(self) -> None:
-        """Alone: the script has come to its end, and the next one begins anew."""
+        """Without a coordinator: the script has ended, and the next run begins anew."""
         self.saving.end()

@@ -1,9 +1,9 @@
-"""Becoming a member of a group, and ceasing to be one.
+"""Join, finish and fail: a script's part in a run, from ``join`` to the end.
 
-Question  How does a script that calls ``join`` find its job and its place, and how does it leave?
-Holds     The same object whether there is a job or not. Before the first exchange everybody holds the leader's weights,
-          buffers, optimizer and user's state. A worker that fails says so before it goes; one that ends because of
-          others ends quietly, for the coordinator has already said why.
+Question  How does a script that calls ``join`` find its job, which parts is its worker made of, and how does it leave?
+Holds     The script gets the same object with and without a job. Before the first exchange all workers hold the
+          leader's weights, buffers, optimizer state and user's state. A worker that fails reports why before it exits;
+          one that ends because of others prints nothing, because the coordinator has already reported why.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from pliant.worker.snapshot import install_state, stated
 from pliant.worker.training import Training
 
 _ALONE = "alone"
-"""stands for the job of a script that runs without one"""
+"""the name of the job of a script that runs without one"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +66,15 @@ class JoinRequest:
     agreed: dict[str, str]
     """settings that must be equal on all workers, as text"""
     carried: dict[str, Any]
-    """objects with ``state_dict`` and plain values that everybody takes over from the leader"""
+    """objects with ``state_dict`` and plain values that all workers take over from the leader"""
     prepared: Callable[[bool], Training]
-    """the model made ready, for a group or for a run alone"""
+    """makes the model ready, for a group (True) or for a run without one"""
     checkpoint: str | None = None
     """where checkpoints go"""
     checkpoint_every_s: float = math.inf
 
     def saving(self, job: str) -> CheckpointWriter | None:
-        """The checkpoints of this run, if it is to have any."""
+        """What writes the checkpoints of this run, if the script asks for any."""
         if self.checkpoint is None:
             return None
         store = checkpoint.CheckpointStore(self.checkpoint, job)
@@ -82,7 +82,7 @@ class JoinRequest:
 
 
 class Session:
-    """This process's place in a run."""
+    """This process's part in a run."""
 
     def __init__(
         self,
@@ -95,13 +95,13 @@ class Session:
     ) -> None:
         self.worker = worker
         self.size = size
-        """largest micro-batch of this worker, where the launcher sets one"""
+        """largest micro-batch of this worker, if the launcher sets one"""
         self.carried = carried
         self.run = run
-        """tells this run from all others; empty: there is no job"""
+        """identifies the run; empty without a job"""
         self.enrolment = enrolment or Solo(worker.finished)
         self._at_end = at_end
-        """what to do with the final state before it is the script's alone"""
+        """called with the final state in place, before the worker is closed"""
 
     def leave(self, reason: str) -> None:
         """Ask to go; the group goes on without this worker."""
@@ -112,7 +112,7 @@ class Session:
         self.enrolment.plan(epochs, samples)
 
     def finish(self) -> None:
-        """Leave in good order, together with all others."""
+        """Leave at the end of the script, together with all others."""
         try:
             self.worker.end()
         except Left:
@@ -128,9 +128,9 @@ class Session:
         self.enrolment.finish(left=False)
 
     def fail(self, error: BaseException, everywhere: str | None = None) -> None:
-        """Leave because of an error. In a job, ends the process where the error is Pliant's own.
+        """Leave because of an error. In a job, this ends the process if the error is one of Pliant's own.
 
-        ``everywhere``: all others would meet it in their turn, and the run ends with this reason.
+        ``everywhere``: all other workers would meet the same error, and the run ends with this reason.
         """
         self.worker.close()
         if everywhere is not None:
@@ -140,7 +140,7 @@ class Session:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Errors of Pliant's own, in a job, become one line and an exit status."""
+        """Turn Pliant's own errors into one line and an exit status, in a job."""
         try:
             yield
         except PliantError as error:
@@ -150,7 +150,7 @@ class Session:
 
 
 def alone(offer: JoinRequest) -> Session:
-    """A group of one: no coordinator, no journal. It goes on from its last checkpoint, if there is one."""
+    """A group of one, without coordinator and journal. It goes on from its last checkpoint, if there is one."""
     me = WorkerId("w0")
     group = founded(offer.policy, era=1, roster=(me,))
     saving = offer.saving(_ALONE)
@@ -164,7 +164,7 @@ def alone(offer: JoinRequest) -> Session:
 
 _appointed: ContextVar[Callable[[JoinRequest], Session] | None] = ContextVar("appointed", default=None)
 _held: list[Job] = []
-"""the job that this process has, or had, a place in: the coordinator takes a second one for a newcomer's"""
+"""the job that this process has joined: the coordinator would take a second ``join`` for a newcomer's"""
 
 
 @contextmanager
@@ -178,7 +178,7 @@ def appointed(enroll: Callable[[JoinRequest], Session]) -> Iterator[None]:
 
 
 def enrolled(offer: JoinRequest) -> Session:
-    """The membership in the job that the environment names; a group of one if it names none."""
+    """The session in the job that the environment names; a group of one if it names none."""
     enroll = _appointed.get()
     if enroll is not None:
         return enroll(offer)
@@ -195,7 +195,7 @@ def enrolled(offer: JoinRequest) -> Session:
 
 
 def turned_away(error: PliantError) -> None:
-    """What the script asks for is refused before it has a place: in a job, say so there and end the process."""
+    """The script's settings are refused before it has joined: in a job, report that and end the process."""
     job = None if _appointed.get() else current_job()
     if job is not None:
         depart(_connected(job), error)
@@ -220,17 +220,17 @@ class Parts:
     policy: Policy
     signature: Signature
     carried: dict[str, Any]
-    """objects with ``state_dict`` and plain values that everybody takes over from the leader"""
+    """objects with ``state_dict`` and plain values that all workers take over from the leader"""
     training: Training
     journal: JournalReporter
     lines: StateLines
     form: Callable[[Any, int, int, int], PendingGroup]
     """(link, attempt, place, members) -> a group of several, being formed"""
     ready: Callable[[Worker], None]
-    """is told of the worker before that enters a group"""
+    """called with the worker before it enters a group"""
     overdue: Callable[[], Callable[[], None] | None] = lambda: None
     at_end: Callable[[Worker], None] | None = None
-    """what to do with the final state before it is the script's alone"""
+    """called with the worker in its final state, before it is closed"""
     saving: CheckpointWriter | None = None
     pace: float = 1.0
     size: int | None = None
@@ -299,7 +299,7 @@ def _entered(link: CoordinatorLink, connect: Callable[[], CoordinatorLink], part
 
 
 def job_parts(job: Job, link: Link, offer: JoinRequest) -> Parts:
-    """Those of a process in a job."""
+    """The parts of a worker in a real job."""
     check_device(offer.optimizer)
     donor = handoff.Donor(link.local_address, job.token)
     training = offer.prepared(True)
@@ -326,7 +326,7 @@ def job_parts(job: Job, link: Link, offer: JoinRequest) -> Parts:
         saving=offer.saving(link.mailbox.welcome.job),
         pace=job.pace,
         size=job.size,
-        # Of all that names a run only its token is drawn by chance.
+        # Of everything that identifies a run only its token is random.
         run=journal.digest_of(b"run", job.token.encode()),
     )
 
@@ -344,9 +344,9 @@ def _leave_weights(worker: Worker, model: nn.Module, directory: str) -> None:
 
 
 def _end_after(grace_s: float) -> Callable[[], None]:
-    """A worker that was asked to go and has not gone by then is as good as dead: it makes that true.
+    """Kill this process if it has not left ``grace_s`` after it was asked to.
 
-    The answer calls it off: to be called when it has gone.
+    Returns what calls that off, to be called once it has left.
     """
     ending = threading.Timer(grace_s, os.kill, (os.getpid(), signal.SIGKILL))
     ending.daemon = True
@@ -355,7 +355,7 @@ def _end_after(grace_s: float) -> Callable[[], None]:
 
 
 def _leave_on_sigterm(worker: Worker) -> None:
-    """The first SIGTERM means: go in good order. Outside the main thread Python has no signals."""
+    """Leave the run at the first SIGTERM. Outside the main thread Python has no signals."""
     if threading.current_thread() is not threading.main_thread():
         return
 
@@ -368,7 +368,7 @@ def _leave_on_sigterm(worker: Worker) -> None:
 
 
 class _Formed:
-    """A group of one needs no forming."""
+    """A group of one: nothing has to be formed."""
 
     over, failed = True, False
 
@@ -376,7 +376,7 @@ class _Formed:
         return groups.Alone()
 
     def abandon(self) -> None:
-        """Nothing to give up."""
+        """There is nothing to give up."""
 
 
 def forming(
@@ -401,7 +401,7 @@ def formed(
 
 
 class _Watched:
-    """A group's broadcast that ends when the era does."""
+    """A broadcast in a group that is given up when the era ends."""
 
     def __init__(self, channel: Any, look: Callable[[], None]) -> None:
         self.place: int = channel.place
@@ -413,7 +413,7 @@ class _Watched:
 
 
 def taken_over(channel: Any, offer: JoinRequest, look: Callable[[], None] = lambda: None) -> None:
-    """Everybody takes over the leader's state: tensors in place, objects by ``load_state_dict``, plain values."""
+    """Take over the leader's state: tensors in place, objects by ``load_state_dict``, plain values as they are."""
     if channel.members == 1:
         return
     watched = _Watched(channel, look)

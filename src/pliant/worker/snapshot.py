@@ -39,7 +39,7 @@ DEPTH = 2
 
 
 class GroupSnapshot(msgspec.Struct, frozen=True):
-    """The replicated state, as the donor hands it round at the start of an era."""
+    """The replicated state, as the donor sends it to all members at the start of an era."""
 
     group: GroupState
     records: int
@@ -48,17 +48,17 @@ class GroupSnapshot(msgspec.Struct, frozen=True):
     undrained: bool
     """the exchange that makes the buffers equal is still to come"""
     known: int = 0
-    """so many calls of the script all who are told know already"""
+    """how many calls of the script all recipients know already"""
     calls: list[FinishedCall] = []
-    """those that ``group`` has left since; in there they are only while nothing travels"""
+    """the calls after those; ``group`` holds its calls only while the snapshot is not packed"""
 
     def packed(self, known: int) -> GroupSnapshot:
-        """As it travels to workers that know so many calls."""
+        """As it is sent to workers that know ``known`` calls."""
         first = min(known, len(self.group.past))
         return replace(self, group=replace(self.group, past=NONE), known=first, calls=self.group.past.since(first))
 
     def unpacked(self, own: FinishedCalls) -> GroupSnapshot:
-        """As it was, for a worker that knows ``own`` calls."""
+        """As it was before packing, on a worker that knows the calls ``own``."""
         assert len(own) >= self.known, "the donor was told how many"
         past = own.up_to(self.known).joined(self.calls)
         return replace(self, group=replace(self.group, past=past), known=0, calls=[])
@@ -68,7 +68,7 @@ _KNOWN = struct.Struct("<q")
 
 
 def packed_count(past: FinishedCalls) -> bytes:
-    """How many calls a worker knows for certain: to the last one something may still be added."""
+    """How many calls a worker knows completely: something may still be added to the last one."""
     return _KNOWN.pack(max(0, len(past) - 1))
 
 
@@ -80,14 +80,14 @@ _decoder = msgspec.msgpack.Decoder(tuple[GroupSnapshot, bytes])
 
 
 def encoded(handed: GroupSnapshot, known: int) -> bytes:
-    """For workers that know so many calls."""
+    """The snapshot as bytes, for workers that know ``known`` calls."""
     # msgpack has no numbers above 64 bits, and a model may have more buffers than that.
     live = handed.live.to_bytes((handed.live.bit_length() + 7) // 8, "little")
     return msgspec.msgpack.encode((replace(handed.packed(known), live=0), live))
 
 
 def decoded(payload: bytes, own: FinishedCalls) -> GroupSnapshot:
-    """For a worker that knows ``own`` calls."""
+    """The inverse of ``encoded``, on a worker that knows the calls ``own``."""
     handed, live = _decoder.decode(payload)
     return replace(handed, live=int.from_bytes(live, "little")).unpacked(own)
 
@@ -107,13 +107,13 @@ def unpacked_entry(data: bytes) -> Entry:
     return Entry(bool(active), tuple(dropped[:depth]), tuple(kept[:depth]), tuple(points[:depth]))
 
 
-# -- tensors, and what belongs to them
+# -- model, optimizer and schedule
 
 
 def everything(training: Training, live: int | None = None) -> list[str]:
-    """The names of all there is to take over but the user's state, in the order in which it is asked for.
+    """The names of all parts of the state but the user's, in the order in which a newcomer asks for them.
 
-    Buffers that are merged (``live``, if not those of ``training``) are small and come with the first part; large ones
+    Buffers that are merged (``live``, if not those of ``training``) are small and come with the first part; the others
     hardly ever change.
     """
     merged = training.buffers.live if live is None else live
@@ -145,7 +145,7 @@ def snapshot(training: Training, carried: Mapping[str, Any], want: Sequence[str]
 
 @torch.no_grad()
 def copy_parameters(training: Training, copying: BackgroundCopy) -> dict[str, Any]:
-    """The same for all parameters, where they will be when ``copying`` is complete."""
+    """The parts of all parameters, in the memory that holds them once ``copying`` is complete."""
     parts: dict[str, Any] = {}
     for index, p in enumerate(training.parameters):
         state = training.optimizer.state.get(p, {})
@@ -156,7 +156,7 @@ def copy_parameters(training: Training, copying: BackgroundCopy) -> dict[str, An
 
 
 def room_for_parameters(training: Training) -> CopyMemory:
-    """Memory for such a copy."""
+    """Memory for a copy of all parameters and their optimizer state."""
     return CopyMemory(training.parameters, [dict(training.optimizer.state.get(p, {})) for p in training.parameters])
 
 
@@ -189,9 +189,9 @@ def copied(value: Any) -> Any:
 
 @torch.no_grad()
 def install_meta(training: Training, carried: Mapping[str, Any], meta: Mapping[str, Any], *, merged: bool) -> None:
-    """Take over hyper-parameters, schedule, scaler, buffers, and what of the journal is not on disk.
+    """Install hyper-parameters, schedule, scaler, buffers, and the journal lines that are not on disk.
 
-    Which parameters are trained is taken over when the script is where the group is, or with the next update.
+    The set of trained parameters is installed when the script is where the group is, or with the next update.
     """
     for name, value in meta["outer"].items():
         if carried.get(name) is not None:
@@ -203,14 +203,14 @@ def install_meta(training: Training, carried: Mapping[str, Any], meta: Mapping[s
     training.buffers.adopt(meta["buffers"], merged=merged)
     ended, training.epochs_ended = training.epochs_ended, meta["epochs"]
     for epoch in range(meta["epochs"], ended):
-        # Ended here since; the schedule that was just loaded does not know of it.
+        # It has ended here since then; the schedule that was just loaded has not counted it.
         training.end_epoch(epoch)
     training.take_scale(meta["scale"])
 
 
 @torch.no_grad()
 def install(training: Training, carried: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Take over everything but the user's state."""
+    """Install everything but the user's state."""
     install_meta(training, carried, parts[META], merged=False)
     training.buffers.adopt({int(name[1:]): parts[name] for name in parts if _is(name, "b")}, merged=False)
     for index, constant in enumerate(training.constants()):
@@ -220,7 +220,7 @@ def install(training: Training, carried: Mapping[str, Any], parts: Mapping[str, 
 
 
 def is_parameter(name: str) -> bool:
-    """Whether it is the name of a parameter and its optimizer state."""
+    """Whether ``name`` is that of a parameter with its optimizer state."""
     return _is(name, "p")
 
 
@@ -230,11 +230,11 @@ def _is(name: str, kind: str) -> bool:
 
 @torch.no_grad()
 def install_parameter(training: Training, index: int, part: Mapping[str, Any]) -> None:
-    """Take over one parameter and its optimizer state."""
+    """Install one parameter and its optimizer state."""
     training.finish_copy()
     p = training.parameters[index]
     p.copy_(part["value"])
-    # Asking for a parameter's state makes an empty one: where the donor has none, there is to be none.
+    # Reading a parameter's state would create an empty one: if the donor has none, there must be none here.
     training.optimizer.state.pop(p, None)
     for name, value in part["state"].items():
         # As torch's own load_state_dict: a step counter stays where it is, the rest goes with the parameter.
@@ -243,14 +243,14 @@ def install_parameter(training: Training, index: int, part: Mapping[str, Any]) -
 
 
 def laid_out_like(p: Tensor, value: Tensor) -> Tensor:
-    """The same numbers on the parameter's device, with its strides: fused optimizers walk both by memory."""
+    """The same numbers on the parameter's device, with its strides: fused optimizers read both in memory order."""
     if value.stride() == p.stride():
         return value.to(p.device)
     return torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def install_state(objects: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Take over the user's own objects and values."""
+    """Install the user's own objects and values."""
     for name, value in values.items():
         if hasattr(objects.get(name), "load_state_dict"):
             objects[name].load_state_dict(value)
@@ -262,7 +262,7 @@ def install_state(objects: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def _lay_out_like_parameters(optimizer: Optimizer) -> None:
-    """State that came over the wire is contiguous, and ``load_state_dict`` leaves it so."""
+    """Give state tensors the strides of their parameters: those from another worker are contiguous."""
     for p, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == p.shape:

@@ -1,8 +1,8 @@
 """One worker as a member of the group.
 
-Question  Where is this worker, and what does it hold?
-Holds     The replicated state and the script's place in it are kept here and nowhere else. The replicated state is a
-          value that ``core`` returns; it is assigned in ``advance`` only, together with what follows from the step.
+Question  What do all parts of a worker's loop share?
+Holds     The replicated state and the script's position in it are kept here and nowhere else. The replicated state is a
+          value that ``core`` returns. Only ``advance`` and ``enter`` assign it, together with what follows from it.
 Source    docs/protocol.md ("One round", "Following").
 """
 
@@ -27,7 +27,7 @@ from pliant.worker.training import Training
 
 
 class WorkerState:
-    """What all parts of a worker's loop share."""
+    """The state of one worker, shared by all parts of its loop."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class WorkerState:
         self.undrained = False
         """the exchange that makes the buffers equal at a phase's end is still to come"""
         self.turned = -1
-        """the last exchange that opened or ended a phase"""
+        """the number of the last exchange that opened or ended a phase"""
         self.fresh: frozenset[WorkerId] = frozenset()
-        """who has begun to compute and added nothing yet: it may still ask for the user's state"""
+        """workers that have become active and contributed nothing yet: they may still ask for the user's state"""
         self.clip_norm: float | None = None
-        """the bound on the gradient's norm that the script has set; 0: none; None: it has set nothing"""
+        """the bound on the gradient's norm that the script asks for; 0: no bound; None: it has not asked"""
 
     # -- the replicated state
 
@@ -74,7 +74,7 @@ class WorkerState:
         return self._group
 
     def advance(self, group: GroupState, gathered: Sequence[Ticket] = ()) -> None:
-        """Take one step in the same course of exchanges; ``gathered``: the tickets that decided it, if any did."""
+        """Take the next state in the same sequence of exchanges; ``gathered``: the tickets that decided it, if any."""
         before, self._group = self._group, group
         if gathered:
             self.fresh = standings.fresh(self.fresh, before, group, gathered)
@@ -84,11 +84,11 @@ class WorkerState:
             self.work.enter_phase()
 
     def enter(self, group: GroupState, *, undrained: bool) -> None:
-        """Go on from another state: the one an era begins with, that of a checkpoint, or a newcomer's.
+        """Go on from another state: that of a new era, of a checkpoint, or of a newcomer.
 
-        What this worker has accumulated is adapted by the caller, which knows what of it is still of use.
+        The caller adapts what this worker has accumulated: only it knows which of that is still of use.
         """
-        # Not through ``advance``'s rules: a phase that is open there was not opened in an exchange of this worker's.
+        # The rules of ``advance`` do not hold: this worker has not taken part in the exchanges that led there.
         self.turned, self.undrained = -1, undrained
         self._group = group
 
@@ -96,7 +96,7 @@ class WorkerState:
 
     @property
     def index(self) -> int:
-        """This worker's place in the roster."""
+        """This worker's index in the roster."""
         return self.group.roster.index(self.me)
 
     @property
@@ -105,17 +105,17 @@ class WorkerState:
 
     @property
     def follows(self) -> bool:
-        """Whether it does not hold the whole state."""
+        """Whether it takes part without the whole state."""
         return self.standing is Standing.FOLLOWING
 
     @property
     def holders(self) -> list[int]:
-        """Members that hold the whole state."""
+        """The indices of the members that hold the whole state."""
         return [m for m, standing in enumerate(self.group.standings) if standing is not Standing.FOLLOWING]
 
     @property
     def speaks(self) -> bool:
-        """Whether it has a say in what the next exchange is."""
+        """Whether it has a vote in what the next exchange is."""
         return allowance.speaks(self.group, self.index)
 
     def is_in(self, phase: int) -> bool:
@@ -124,10 +124,10 @@ class WorkerState:
 
     @property
     def leaving(self) -> bool:
-        """Whether this worker draws no more, because it was asked to go.
+        """Whether this worker draws no more, because it was asked to leave.
 
-        Not inside an ``evaluate`` in a loop, and not before the round in flight is settled or something was drawn
-        beside it: the others may count on this worker being inside its loop body.
+        False inside an ``evaluate`` in a loop, and until the round in flight is settled or a micro-batch was drawn
+        during it: until then the others may rely on this worker being inside its loop body.
         """
         if not self.enrolment.leaving or self.script.depth > 1:
             return False
@@ -136,11 +136,11 @@ class WorkerState:
 
     @property
     def handed(self) -> GroupSnapshot:
-        """The replicated state, to be handed round or written down."""
+        """The replicated state, to be sent to other members or written into a checkpoint."""
         return GroupSnapshot(self.group, self.witness.records, self.training.buffers.live, self.undrained)
 
     def ticket(self, kind: Kind, flags: Flag) -> Ticket:
-        """A ticket that says where this worker is. Raises where the planned era has come to nothing."""
+        """A ticket with this worker's position. Raises if the planned era was given up."""
         group, training = self.group, self.training
         if self.leaving:
             flags |= Flag.LEAVING

@@ -1,11 +1,11 @@
-"""A newcomer takes the group's state over while the rounds go on.
+"""A newcomer receives the group's state while the rounds go on.
 
 Question  How does a follower come to hold weights and optimizer state that change with every round?
-Holds     From the exchange at which it asks for tensors it keeps the sums of those in flight (of no others). They come
-          as of a named exchange, so nothing is guessed: it catches up from there, and updates what it holds with every
-          sum. What it keeps is bounded, whatever happens: beyond that it asks for less at a time, and in the end, for
-          one large tensor, takes part in no further round before that has arrived. A donor that fails is replaced; what
-          was installed stays good as long as no exchange was missed.
+Holds     A follower asks a donor for a portion of the tensors and keeps, from that exchange on, the gradients of
+          exactly these. The answer names the exchange it is of; the follower repeats the updates since then, and from
+          there on makes every update. The memory for kept gradients is bounded: if a portion would exceed it, the next
+          ones are smaller, and for a single large tensor the follower takes part in no round until it has arrived. A
+          donor that fails is replaced; tensors that were installed stay valid as long as no exchange was missed.
 Source    docs/design/0007-elastic.md.
 """
 
@@ -24,12 +24,12 @@ from pliant.worker.elastic.kept_rounds import KeptResult, KeptRound, PortionRequ
 from pliant.worker.snapshot import META, everything, install_meta, install_parameter, is_parameter
 from pliant.worker.training import Training
 
-# What a donor copies at a time. One tensor may be larger.
+# How much a donor copies at a time. A single tensor may be larger.
 _REQUEST_BYTES = 128 << 20
 
 
 class StateRecipient(Protocol):
-    """The line to the donor (``tensors.handoff.Recipient``)."""
+    """The connection to a donor (``tensors.handoff.Recipient``)."""
 
     failed: str | None
 
@@ -40,12 +40,12 @@ class StateRecipient(Protocol):
 
 
 def say_to_user(text: str) -> None:
-    """On the worker's own output."""
+    """Print a line on the worker's stderr."""
     print(f"pliant: {text}", file=sys.stderr, flush=True)
 
 
 class CatchUp:
-    """What a follower holds, what it waits for, and whom it asks."""
+    """What a follower lacks, what it has asked for, and the donors that it may ask."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class CatchUp:
         tensors: bool = True,
         say: Callable[[str], None] = say_to_user,
     ) -> None:
-        """Without ``tensors`` only the user's state is to come. ``say`` is told once where the group has to wait."""
+        """Without ``tensors`` only the user's state is missing. ``say`` is called once if the group has to wait."""
         self._training = training
         self._carried = carried
         self._connect = connect
@@ -66,13 +66,13 @@ class CatchUp:
         self._asked: PortionRequest | None = None
         self._era = 0
         self._expected: tuple[str, int] | None = None
-        """(donor, era): everything was asked for, as of that era's start"""
+        """(donor, era) of a planned era whose state at the start was asked for"""
         self._missing: list[str] = []
         self._portions = portion_size.portions(sum(p.nbytes for p in training.parameters))
         self._said = False
-        """that the group waits for a part of the state"""
+        """whether the user was told that the group waits for this worker"""
         self.is_of_newcomer = tensors
-        """whether exchanges were missed; else only the script's own code for some updates was"""
+        """whether exchanges were missed; else only the script's own code for some updates has not run here"""
         if tensors:
             self._missing = everything(training)
             training.held = 0
@@ -93,11 +93,11 @@ class CatchUp:
 
     @property
     def complete(self) -> bool:
-        """Whether everything but the user's own state is here."""
+        """Whether everything but the user's own state is installed."""
         return not self._missing and self._asked is None
 
     def expect(self, donor: str, era: int) -> None:
-        """An era is planned with this worker in it: ask for what its donor will have at its start."""
+        """Ask for the state that a planned era will begin with; ``donor`` answers when it begins."""
         if self._expected == (donor, era):
             return
         self.restart([donor], era, 0, keep=False)
@@ -107,7 +107,7 @@ class CatchUp:
         self._expected = donor, era
 
     def restart(self, donors: Sequence[str], era: int, exchange: int, *, keep: bool) -> None:
-        """An era has begun: ask its active members; ``keep``: no exchange was missed."""
+        """Go on in a new era, with its ``donors``; ``keep``: no exchange was missed."""
         expected, self._expected = self._expected, None
         if expected == (next(iter(donors), ""), era) and self._asked is not None:
             self._donors, self._asked.as_of = list(donors), exchange
@@ -121,43 +121,43 @@ class CatchUp:
             self.is_of_newcomer = True
 
     def may_ask(self, donors: Sequence[str]) -> None:
-        """These compute by now; one that lacks the state itself says so, and the next one is asked."""
+        """Add donors. One that lacks the state itself refuses, and the next one is asked."""
         self._donors += [address for address in donors if address not in self._donors]
 
     def lose(self, parameters: Sequence[int]) -> None:
-        """The optimizer does not have these: their updates pass it by until its groups are those of the others."""
+        """Ask for these again: this optimizer has no group for them yet, and misses their updates."""
         names = [META, *(f"p{index}" for index in parameters)]
         self._missing += [name for name in names if name not in self._missing]
         for index in parameters:
             self._training.held = (self._training.held or 0) & ~(1 << index)
 
     def _ask_again_for(self, asked: PortionRequest | None) -> None:
-        """A request comes to nothing: what it was for is missing still."""
+        """A request has failed: what it asked for is still missing."""
         if asked is not None:
-            # What was lost since is in both; were it installed twice, it would be updated twice.
+            # A parameter lost meanwhile is in both; installed twice, it would be updated twice.
             self._missing = list(dict.fromkeys([*asked.want, *self._missing]))
         self._asked = None
 
     def hang_up(self) -> None:
-        """What was asked for and is not here does not come."""
+        """Close the connection: what has not arrived does not arrive."""
         if self._recipient is not None:
             self._recipient.close()
             self._recipient = None
 
     def close(self) -> None:
-        """No longer needed."""
+        """End the catch-up."""
         self.hang_up()
         self._training.held = None
 
     def pursue(self, exchange: int) -> None:
-        """Ask for what is missing, install what has come. ``exchange``: what this worker has settled."""
+        """Install what has arrived and ask for what is missing; ``exchange``: the last one settled here."""
         recipient = self.line()
         if recipient is None:
             return
         asked = self._asked
         if asked is not None:
             self._begun()
-            # The donor may be one exchange ahead: its tensors hold a sum that is still to be applied here.
+            # The donor may be one exchange ahead: its tensors contain an update that is still to be made here.
             if asked.answer is None or asked.answer[0] > exchange:
                 return
             if asked.answer[0] < asked.dropped:
@@ -171,7 +171,7 @@ class CatchUp:
             self._ask(recipient, exchange)
 
     def line(self) -> StateRecipient | None:
-        """To the donor that is asked now; the next one where it has failed. None: there is nobody to ask."""
+        """The connection to the present donor, or to the next one if that has failed. None: there is no donor."""
         if self._recipient is not None and self._recipient.failed is not None:
             self.hang_up()
             self._donors = self._donors[1:] + self._donors[:1]
@@ -195,7 +195,7 @@ class CatchUp:
         recipient.request(self._era, as_of, want)
 
     def request(self, recipient: StateRecipient, as_of: int, want: Sequence[str]) -> None:
-        """Ask for something that is no part of ``everything``."""
+        """Ask for something besides ``everything``: the user's state."""
         recipient.request(self._era, as_of, want)
 
     # -- rounds meanwhile
@@ -212,7 +212,7 @@ class CatchUp:
     ) -> bool:
         """A round was settled as ``exchange``; ``means`` are its gradients, None if it was not applied.
 
-        True: they are kept. Copying all of them into fresh memory would hold the group up.
+        True: the buffer itself is kept, because copying all gradients into fresh memory would delay the group.
         """
         asked = self._asked
         if asked is None or exchange <= asked.as_of:
@@ -220,14 +220,14 @@ class CatchUp:
         asked.rounds += means is not None
         begun = self._begun()
         if begun is not None and exchange <= begun[0]:
-            # The donor has made this update already.
+            # The answer contains this update already.
             return False
         kept = means if len(asked.parameters) == len(self._training.parameters) else None
         needed: dict[int, Tensor] = {}
         if means is not None:
             views = {index: means.views[index] for index in asked.parameters if present >> index & 1}
             needed = {index: view for index, view in views.items() if view is not None}
-        # A buffer that is kept as a whole takes its memory whatever is in it.
+        # A buffer that is kept as a whole takes all of its memory, however few gradients are in it.
         size = asked.size if kept else sum(self._training.parameters[index].nbytes for index in needed)
         if size and not self._make_room(asked, size):
             return False
@@ -239,16 +239,16 @@ class CatchUp:
 
     @property
     def kept_bytes(self) -> int:
-        """Gradients that are kept of past rounds."""
+        """Bytes of gradients of past rounds that are kept."""
         return self._asked.kept_bytes if self._asked is not None else 0
 
     def _begun(self) -> tuple[int, float] | None:
-        """Of the answer that is arriving or here: the exchange it is of, and which part is here."""
+        """Of the answer that is arriving or here: the exchange it is of, and the fraction that is here."""
         asked, recipient = self._asked, self._recipient
         if recipient is None or recipient.failed is not None:
             begun = None
         else:
-            # In this order: one that ceases to arrive between the two is here.
+            # In this order: an answer that completes between the two calls is found by the second.
             begun = recipient.begun()
             if asked is not None and asked.answer is None:
                 asked.answer = recipient.arrived()
@@ -257,7 +257,7 @@ class CatchUp:
         return begun
 
     def _make_room(self, asked: PortionRequest, size: int) -> bool:
-        """Before a round with ``size`` bytes of gradients is kept; False: the request was given up instead."""
+        """Make room for a round with ``size`` bytes of gradients; False: the request was given up instead."""
         if not self._portions.is_full(asked.kept_bytes + size):
             return True
         begun = self._begun()
@@ -267,25 +267,25 @@ class CatchUp:
             part = begun[1] if begun is not None else 0.0
             self._portions = portion_size.given_up(self._portions, asked.size, asked.rounds, part)
             self._ask_again_for(asked)
-            # The donor stops sending what is of no use any more; it is asked again on another line.
+            # The donor stops sending what is of no use any more; it is asked again over another connection.
             self.hang_up()
             return False
-        # Only before the answer has begun, and only once: after that ``holds_up`` is in time.
+        # Only before the answer has begun, and only once: after that ``holds_up`` prevents it.
         while self._portions.is_full(asked.kept_bytes + size) and asked.drop_oldest():
             pass
         return True
 
     def holds_up(self, coming: int) -> bool:
-        """Whether this worker takes part in no further round before what it has asked for has arrived.
+        """Whether this worker must not take part in another round before its request is answered.
 
-        That is one tensor, or most of it is here. ``coming``: so many rounds may be settled until this is asked again.
-        Only while the donor sends, or has yet to answer: for neither it needs a round.
+        That is so for a single tensor, or if most of the answer is here. ``coming``: how many rounds may be settled
+        until this is asked again. The donor needs no further round in order to answer or send.
         """
         asked, begun = self._asked, self._begun()
         if asked is None or not asked.parameters:
             return False
         if begun is None:
-            # One that fails, or refuses, is asked again: then nothing is kept, and there is room for a round.
+            # A failed or refused request is made again; nothing is kept then, so that there is room for a round.
             if self._portions.drops or len(asked.parameters) > 1:
                 return False
         elif begun[0] < asked.dropped or (len(asked.parameters) > 1 and begun[1] < portion_size.MOST):
@@ -299,12 +299,12 @@ class CatchUp:
         return holds
 
     def note_result(self, exchange: int, result: float) -> None:
-        """A top-level ``evaluate`` ended as ``exchange``."""
+        """A top-level ``evaluate`` ended in ``exchange``."""
         if self._asked is not None and exchange > self._asked.as_of:
             self._asked.since.append(KeptResult(exchange, result))
 
     def note_drain(self, exchange: int) -> None:
-        """The buffers were made equal as ``exchange``."""
+        """The buffers were made equal in ``exchange``."""
         if self._asked is not None:
             self._asked.drained = exchange
 
@@ -328,7 +328,7 @@ class CatchUp:
         training.held = (training.held or 0) | sum(1 << index for index in asked.parameters)
 
     def _catch_up(self, each: KeptRound | KeptResult, *, schedules: bool) -> None:
-        """Do what the group has done since; ``schedules``: the schedule came with it, and is to catch up, too."""
+        """Repeat what the group has done since; ``schedules``: the schedule arrived with it and repeats it, too."""
         training = self._training
         if isinstance(each, KeptRound):
             training.catch_up(each.gradients, each.factor, None if schedules else each.hyper)

@@ -1,10 +1,10 @@
-"""Handing this worker's state on.
+"""Handing this worker's state to newcomers.
 
-Question  What does a newcomer get that asks this worker for a part of the state?
-Holds     An answer is of one moment between two exchanges, as of the exchange asked for or a later one. Weights are the
-          plain ones and buffers the group's. A worker that cannot give what is asked for says so, and another one is
-          asked: one whose weights differ, one whose script has other weights in the model for a while, one without the
-          user's state of that moment.
+Question  How does this worker answer a newcomer that asks for a part of the state?
+Holds     An answer is of one moment between two exchanges, as of the exchange asked for or a later one. It has the
+          plain weights and the group's buffers. A worker refuses what it cannot give, and the newcomer asks another
+          one: if its weights differ, if its script has put other weights into the model for a while, or if it does not
+          have the user's state of that moment.
 Source    docs/design/0007-elastic.md ("Handing the state on").
 """
 
@@ -23,7 +23,7 @@ from pliant.worker.training import Training
 
 
 class StateDonor(Protocol):
-    """Where newcomers ask (``tensors.handoff.Donor``)."""
+    """Receives the newcomers' requests and sends the answers (``tensors.handoff.Donor``)."""
 
     pending: bool
     address: str
@@ -33,7 +33,7 @@ class StateDonor(Protocol):
 
 
 class NoDonor:
-    """Without a coordinator there are no newcomers."""
+    """The donor of a worker without a coordinator: there are no newcomers."""
 
     pending = False
     address = ""
@@ -56,22 +56,22 @@ _NO_DONOR = NoDonor()
 
 @dataclass(frozen=True, slots=True)
 class StateLines:
-    """How state gets from one worker to another; without a coordinator not at all."""
+    """How state gets from one worker to another. The defaults: not at all, without a coordinator."""
 
     donor: StateDonor = _NO_DONOR
     recipient: Callable[[str], StateRecipient] = _no_recipient
-    """the line to the donor at an address"""
+    """the connection to the donor at an address"""
     share: Callable[[Any, Callable[[], None]], None] = _no_leader
-    """(channel, look): before the first exchange everybody takes the leader's state over"""
+    """(channel, look): before the first exchange all workers take over the leader's state"""
     say: Callable[[str], None] = say_to_user
-    """to whom it is said that the group has to wait for this worker"""
+    """called if the group has to wait for this worker"""
 
 
 NO_LINES = StateLines()
 
 
 class StateServer:
-    """Answers the newcomers of one worker."""
+    """Answers the requests of newcomers."""
 
     def __init__(
         self,
@@ -89,11 +89,11 @@ class StateServer:
 
     @property
     def wanted(self) -> bool:
-        """Whether a newcomer waits for something."""
+        """Whether a request waits for an answer."""
         return self._donor.pending
 
     def serve(self, group: GroupState, *, swapped: bool = False) -> None:
-        """Give newcomers what they asked for, as of now.
+        """Answer the requests, as of now.
 
         ``swapped``: the script has put other weights into the model for a while.
         """
@@ -113,7 +113,7 @@ class StateServer:
         self._donor.serve(group.era, group.exchange, snapshot)
 
     def refuse(self, group: GroupState) -> None:
-        """While this worker is healed: who waits for its state asks somebody else."""
+        """Refuse the requests while this worker's own weights are replaced; the newcomers ask other members."""
         if not self._reception.healing:
             return
 

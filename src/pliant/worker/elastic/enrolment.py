@@ -1,9 +1,10 @@
-"""This worker's word to the coordinator, and the coordinator's to it.
+"""What a worker tells its coordinator, and what it asks.
 
-Question  What does a worker tell the coordinator of itself, and what becomes of it where there is none?
-Holds     A worker asks for a place with the first call that the group has not left; under a name that was taken off
-          the roster it comes back as a newcomer. Once it is asked to leave it says so to each coordinator, and has a
-          limited time. ``Solo`` answers the same questions for a script without a coordinator: one era for ever.
+Question  What does a worker report to the coordinator, and what does the loop use if there is none?
+Holds     A worker asks for a place in an era with the first call that the group has not left. After it was taken off
+          the roster it comes back under a new name, as a newcomer. Once it was asked to leave, it tells every
+          coordinator so, and has limited time. ``Solo`` has the same methods for a script without a coordinator: one
+          era for ever.
 Source    docs/design/0007-elastic.md.
 """
 
@@ -24,7 +25,7 @@ from pliant.worker.script.calls import ScriptCall
 
 
 def depart(link: CoordinatorLink, error: BaseException) -> None:
-    """Say why and go. A user's exception goes on its way; its traceback is Python's to show."""
+    """Report an error and leave. A user's exception is raised further; Python shows its traceback."""
     if isinstance(error, Left):
         return
     if isinstance(error, RunEnded):
@@ -44,7 +45,7 @@ class Enrolment:
     """One worker's dealings with the coordinator."""
 
     has_eras = True
-    """another era may come, with other workers"""
+    """another era may follow, with other workers"""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Enrolment:
         come_back: Callable[[], Rendezvous],
         overdue: Callable[[], Callable[[], None] | None] = lambda: None,
     ) -> None:
-        """``come_back``: another place, under another name."""
+        """``come_back``: connects again, under another name."""
         self.place = place
         self.enlisted = False
         """it has asked for a place in an era"""
@@ -61,14 +62,14 @@ class Enrolment:
         self._leaving_for = ""
         self._come_back = come_back
         self._overdue = overdue
-        """called once this worker is asked to go: sees to it that it does not take for ever; the answer calls it off"""
+        """called when this worker is asked to leave: limits the time for it, and returns what calls that off"""
         self._in_time: Callable[[], None] | None = None
         self.loop = Progress()
-        """what the coordinator hears about the main loop"""
+        """what is reported about the main loop"""
 
     @property
     def link(self) -> CoordinatorLink:
-        """The line to the coordinator; another one after a return."""
+        """The connection to the coordinator; another one after ``come_back``."""
         return self.place.link
 
     @property
@@ -92,12 +93,12 @@ class Enrolment:
         return FinishedPhase(Kind[found.task.upper()], found.epoch, found.result, results=found.results)
 
     def enlist(self, call: Call | None) -> None:
-        """Ask to become a member, from this call on; None: before the first one."""
+        """Ask to become a member, from this call on; None: from the start of the run."""
         self.enlisted = True
         self.place.enlist(call)
 
     def come_back(self) -> None:
-        """Back under a new name, as a newcomer."""
+        """Return under a new name, as a newcomer."""
         self.place.close()
         self.place = self._come_back()
         self.enlisted = False
@@ -105,7 +106,7 @@ class Enrolment:
     # -- between micro-batches
 
     def look(self, era: int) -> None:
-        """Is the era over, or is this worker asked to go?"""
+        """Raise if the era is over; begin to leave if this worker is asked to."""
         self.place.look(era)
         if not self.leaving and self.place.asked_to_leave:
             self.leave("asked by the coordinator")
@@ -122,28 +123,28 @@ class Enrolment:
     def progress(
         self, group: GroupState, standing: Standing, now_s: float, at: LoopPoint, *, holds_all: bool, ending: bool
     ) -> None:
-        """Note how far the main loop is; the link's thread tells it."""
+        """Note the position of the main loop; the link's thread sends it."""
         self.link.position = self.loop.noted(
             self.place.me, group, standing, now_s, holds_all=holds_all, at=at, ending=ending
         )
 
     def tell_position(self) -> None:
-        """Tell that at once."""
+        """Send the noted position at once."""
         self.link.tell_position()
 
     def plan(self, epochs: int | None, samples: int | None) -> None:
-        """Tell how far the script means to go."""
+        """Report how long the script means to train."""
         self.link.plan(epochs, samples)
 
     # -- checkpoints
 
     def saved(self, name: str, records: int, round_: int, names: Callable[[], Sequence[str]]) -> None:
-        """A checkpoint is written; ``names``: all that are there, oldest first."""
+        """Report a checkpoint that is written; ``names``: all that there are, oldest first."""
         self.link.saved(name, records, round_)
 
     @property
     def checkpoints(self) -> Sequence[str]:
-        """Those that count, newest first."""
+        """The checkpoints that count, newest first."""
         return self.link.mailbox.named
 
     # -- going
@@ -156,38 +157,40 @@ class Enrolment:
             self._in_time = self._overdue()
 
     def leave_again(self) -> None:
-        """Where it was said to a coordinator that did not hear it, or under a name that is gone."""
+        """Repeat it: it was said to a coordinator that is gone, or under the old name."""
         if self.leaving:
             self.link.leaving(self._leaving_for)
 
     def send_lines_again(self) -> None:
-        """Whoever sends the journal's last lines may not get to it, and nobody keeps them any longer."""
+        """Send the last journal lines: the worker whose task it is may not, and none keeps them any longer."""
         self.link.send_lines_again()
 
     def finish(self, *, left: bool, over: bool = False) -> None:
-        """Go in good order. Raises ``RunEnded`` at the script's end where nobody knows of it, and it may come again."""
+        """Say goodbye. At the script's end, raises ``RunEnded`` if this worker was evicted: the others do not know of
+        this end, and begin anew.
+        """
         self.link.finish(left=left, over=over)
         if not left and self.link.mailbox.evicted is not None:
             raise RunEnded(self.link.mailbox.evicted)
 
     def depart(self, error: BaseException) -> None:
-        """Go because of an error; ends the process where it is one of Pliant's own."""
+        """Leave because of an error; ends the process if it is one of Pliant's own."""
         depart(self.link, error)
 
     def fail(self, reason: str) -> None:
-        """End the whole run: all others would meet the same in their turn."""
+        """End the whole run: all other workers would meet the same error."""
         self.link.fail(reason, shown=True, fatal=True)
 
     def close(self) -> None:
-        """No era is waited for any more."""
+        """Wait for no further era."""
         if self._in_time is not None:
-            # It has gone; what the script does afterwards takes as long as it takes.
+            # This worker has left; the script may take any time for what it does afterwards.
             self._in_time()
         self.place.close()
 
 
 class Solo:
-    """No coordinator: nothing to tell, and one era for ever. It stands for the way into another era, too."""
+    """Without a coordinator: nothing to report, and one era for ever. Also stands in for ``EraTransition``."""
 
     has_eras = False
     enlisted = True
@@ -195,7 +198,7 @@ class Solo:
     left_out = False
 
     def __init__(self, ended: Callable[[], None] = lambda: None) -> None:
-        """``ended`` is called at the end of the script."""
+        """``ended``: called at the end of the script."""
         self.ended = ended
         self.loop = Progress()
         self.checkpoints: Sequence[str] = ()
@@ -214,7 +217,7 @@ class Solo:
     def plan(self, epochs: int | None, samples: int | None) -> None: ...
 
     def saved(self, name: str, records: int, round_: int, names: Callable[[], Sequence[str]]) -> None:
-        """As a coordinator would: the last ones count."""
+        """Count the last ones, as a coordinator would."""
         self.checkpoints = [earlier for earlier in reversed(names()) if earlier <= name][:CHECKPOINTS_KEPT]
 
     def leave(self, reason: str) -> None: ...
@@ -231,13 +234,13 @@ class Solo:
 
     def close(self) -> None: ...
 
-    # -- the way into another era
+    # -- in place of ``EraTransition``
 
     def found(self) -> NoReturn:
         raise AssertionError("only a coordinator founds a group")
 
     def become_member(self, call: ScriptCall) -> FinishedPhase | None:
-        """It is one from the start."""
+        """It is a member from the start."""
 
     def switch(self, plan: tuple[int, int], *, closed: bool = False) -> NoReturn:
         raise AssertionError("only a coordinator plans an era")

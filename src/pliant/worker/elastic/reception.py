@@ -1,8 +1,8 @@
-"""What this worker lacks of the group's state, and whom it asks for it.
+"""Which members this worker receives missing state from.
 
-Question  Which members does a worker ask, and what becomes of what is under way when an era changes?
-Holds     One catch-up at a time, from its beginning until the user's own state is here, which ends it
-          (``user_state``). Members that hold the state are asked, the era's donor first and those that leave last.
+Question  Which donors does a worker ask, and what becomes of a catch-up when the era changes?
+Holds     There is one catch-up at a time. It ends when the user's own state is installed (``user_state``). The donors
+          are the members that hold the state: the era's donor first, leaving members last.
 Source    docs/design/0007-elastic.md ("Handing the state on"); docs/design/0013-drift.md.
 """
 
@@ -20,13 +20,13 @@ from pliant.worker.training import Training
 
 
 def active(group: GroupState) -> list[WorkerId]:
-    """Who computes, in the roster's order."""
+    """The workers that compute, in the roster's order."""
     pairs = zip(group.roster, group.standings, strict=True)
     return [worker for worker, standing in pairs if standing is Standing.ACTIVE]
 
 
 def holders(group: GroupState) -> list[WorkerId]:
-    """Who holds the state, in the roster's order. Who leaves does, too, and may be the last one to hold it."""
+    """The workers that hold the state, in the roster's order. A leaving worker may be the last one of them."""
     pairs = zip(group.roster, group.standings, strict=True)
     return [worker for worker, standing in pairs if standing is not Standing.FOLLOWING]
 
@@ -42,7 +42,7 @@ class Reception:
         connect: Callable[[str], StateRecipient],
         say: Callable[[str], None],
     ) -> None:
-        """``connect``: to the donor at an address. ``say``: is told that the group has to wait for this worker."""
+        """``connect``: to the donor at an address. ``say``: called if the group has to wait for this worker."""
         self._me = me
         self._training = training
         self._carried = carried
@@ -50,13 +50,13 @@ class Reception:
         self._say = say
         self.under_way: CatchUp | None = None
         self.healing = False
-        """its state was not that of the others, and it is taking theirs over"""
+        """this worker's weights differed from the others', and it receives theirs"""
         self._addresses: Mapping[str, str] = {}
-        """where the members of the present era hand their state on"""
+        """the addresses of the donors of the present era's members"""
 
     @property
     def holds_all(self) -> bool:
-        """Whether nothing is still to come, the user's own state included."""
+        """Whether nothing is missing, not even the user's own state."""
         return self.under_way is None
 
     @property
@@ -67,20 +67,20 @@ class Reception:
     # -- beginning, and the end
 
     def expect(self, plan: EraPlan) -> None:
-        """A planned era will have this worker in it: ask for the state that it begins with, while its group forms."""
+        """Ask for the state that a planned era will begin with, while its group is formed."""
         self._begun().expect(plan.addresses[plan.donor], plan.era)
 
     def take_over(self, group: GroupState, seat: FormedGroup, *, keep: bool) -> None:
-        """Begin (or, with ``keep``, go on) to take the state over from the members of the era that hold it."""
+        """Begin to receive the state from the holders in this era; with ``keep``, go on."""
         self._begun().restart(self.donors(group, seat), group.era, group.exchange, keep=keep)
 
     def take_users_state(self, donors: Sequence[str], group: GroupState) -> None:
-        """Begin a catch-up of the user's own state alone: everything else is here."""
+        """Begin a catch-up in which only the user's own state is missing."""
         self.under_way = CatchUp(self._training, self._carried, self._connect, tensors=False)
         self.under_way.restart(donors, group.era, group.exchange, keep=True)
 
     def heal(self, group: GroupState, donor: int) -> None:
-        """This worker's state is not that of the others: begin anew, in the same era, with ``donor``'s."""
+        """This worker's weights differ from the others': receive the state again, from ``donor`` first."""
         assert self.under_way is None, "what was under way is dropped first"
         first = self._addresses.get(group.roster[donor])
         addresses = sorted(self.others_computing(group), key=lambda address: address != first)
@@ -93,7 +93,7 @@ class Reception:
         return self.under_way
 
     def drop(self) -> None:
-        """Nothing more is to come. Called by ``UserState``, which waits for the last of it."""
+        """End the catch-up. Called by ``UserState``, which waits for its last part."""
         if self.under_way is not None:
             self.under_way.close()
             self.under_way = None
@@ -106,56 +106,56 @@ class Reception:
         self._addresses = seat.addresses
 
     def donors(self, group: GroupState, seat: FormedGroup) -> list[str]:
-        """The addresses of those who hold the state, the era's donor first."""
+        """The addresses of the members that hold the state, the era's donor first."""
         standings = dict(zip(group.roster, group.standings, strict=True))
         first = seat.roster[seat.donor]
         donors = sorted(holders(group), key=lambda worker: (standings[worker] is Standing.LEAVING, worker != first))
         return [seat.addresses[worker] for worker in donors if worker in seat.addresses and worker != self._me()]
 
     def others_computing(self, group: GroupState) -> list[str]:
-        """The addresses of all others that compute now."""
+        """The addresses of all other members that compute now."""
         return self.addresses_of(worker for worker in active(group) if worker != self._me())
 
     def addresses_of(self, workers: Iterable[WorkerId]) -> list[str]:
-        """Those of them that are known."""
+        """The addresses of these workers, as far as they are known."""
         return [self._addresses[worker] for worker in workers if worker in self._addresses]
 
     # -- while the rounds go on
 
     def pursue(self, exchange: int) -> None:
-        """Ask for what is missing and install what has come."""
+        """Install what has arrived and ask for what is missing."""
         if self.under_way is not None:
             self.under_way.pursue(exchange)
 
     def holds_up(self, coming: int) -> bool:
-        """Whether a large tensor is to arrive before this worker takes part in another round."""
+        """Whether a large tensor must arrive before this worker takes part in another round."""
         return self.under_way is not None and self.under_way.holds_up(coming)
 
     @property
     def kept_bytes(self) -> int:
-        """Gradients of past rounds that are kept for what is on its way."""
+        """Bytes of gradients of past rounds that are kept for requested tensors."""
         return 0 if self.under_way is None else self.under_way.kept_bytes
 
     def averaged(
         self, exchange: int, present: int, factor: float, scheduled: tuple[float, float], *, finite: bool
     ) -> Callable[[Any], bool] | None:
-        """Whom to show a round's mean gradients; it says whether it keeps them."""
+        """What to call with a round's mean gradients; it returns whether it keeps the buffer."""
         pursuing = self.under_way
         if pursuing is None:
             return None
         return lambda means: pursuing.note(exchange, means, present, factor, scheduled, finite=finite)
 
     def lacks(self, parameters: Sequence[int]) -> None:
-        """The group has come to train parameters that this newcomer's optimizer does not have: ask for them again."""
+        """The group trains parameters that this newcomer's optimizer does not have: ask for them again."""
         if self.under_way is not None:
             self.under_way.lose(parameters)
 
     def evaluated(self, exchange: int, result: float) -> None:
-        """A top-level ``evaluate`` has ended: a schedule that is still to come may not know of it."""
+        """A top-level ``evaluate`` has ended: a schedule that is still to arrive may not have counted it."""
         if self.under_way is not None:
             self.under_way.note_result(exchange, result)
 
     def drained(self, exchange: int) -> None:
-        """The buffers were made equal: those that are still to come are older."""
+        """The buffers were made equal: buffers that are still to arrive may be older."""
         if self.under_way is not None:
             self.under_way.note_drain(exchange)

@@ -1,9 +1,9 @@
 """How a worker gets from one era into the next.
 
-Question  With what does this worker enter an era, and what does it leave behind?
-Holds     Nothing of an era is settled after this worker has said that it has stopped. All enter an unplanned era with
-          the donor's word about the state: who has settled the same exchange goes on with what it has accumulated,
-          everybody else forgets what it has computed and follows. A planned era costs nothing but another group.
+Question  With which state does this worker enter an era, and what of its work is lost?
+Holds     Nothing of an era is settled after this worker has reported that it has stopped. All members enter an
+          unplanned era with the donor's replicated state. A worker that has settled the same exchange keeps what it has
+          accumulated; any other worker drops what it has computed and follows. A planned era changes only the group.
 Source    docs/design/0007-elastic.md; docs/protocol.md ("Planned change", "Unplanned change").
 """
 
@@ -30,13 +30,13 @@ from pliant.worker.script.calls import ScriptCall
 from pliant.worker.snapshot import GroupSnapshot
 from pliant.worker.worker_state import WorkerState
 
-# How long a worker that goes stays for those who have yet to learn that its last exchange was settled.
+# How long a leaving worker waits for members that have yet to learn that its last exchange was settled.
 _FAREWELL_S = 1.0
 _PAST_IT = "the run has gone back to a checkpoint, and this script is past it"
 
 
 class EraTransition:
-    """One worker's way through the eras."""
+    """One worker's entry into eras, and its exit from them."""
 
     def __init__(
         self,
@@ -52,18 +52,18 @@ class EraTransition:
         self._lookout = lookout
         self._checkpoints = checkpoints
         self._beyond = False
-        """evicted after more than a beginning: this script cannot begin anew"""
+        """taken off the roster after its first rounds: this script cannot begin anew"""
 
     # -- becoming a member
 
     def found(self) -> None:
-        """Enter the first era together with all others (or, coming too late for it, a later one)."""
+        """Enter the first era together with all others; a later one if that has begun without this worker."""
         if not self._enrolment.is_running:
             self._enrolment.enlist(None)
             self._enter_next()
 
     def become_member(self, call: ScriptCall) -> FinishedPhase | None:
-        """A newcomer enlists with the first call that is not past; earlier ones have an answer already."""
+        """Ask for a place with the first call that the group has not left; return the result of earlier ones."""
         if self._enrolment.enlisted:
             return None
         past = self._enrolment.past_call(self._member.script.calls)
@@ -78,9 +78,9 @@ class EraTransition:
     # -- a planned era
 
     def switch(self, plan: tuple[int, int], *, closed: bool = False) -> None:
-        """A planned era begins: go on in its group, or depart.
+        """A planned era begins: go on in its group, or leave if this worker is not in it.
 
-        ``closed``: those who go along know already that the last exchange was settled.
+        ``closed``: followers know already that the last exchange was settled.
         """
         member = self._member
         seat = self._enrolment.place.taken_up(plan)
@@ -92,7 +92,7 @@ class EraTransition:
         member.advance(regrouping.switched(before, seat.era, seat.roster))
         self._channels.enter(seat.channel)
         newcomers = any(worker not in before.roster for worker in seat.roster)
-        # The journal's records are counted as they are before this era's.
+        # Encoded here: the count of the journal's records must not include this era's.
         handed = snapshot.encoded(member.handed, known=0) if newcomers else b""
         self._entered(seat, None)
         member.users_state.go_on(member.group, seat, knows_best=False)
@@ -100,7 +100,7 @@ class EraTransition:
             reached(lambda: seat.channel.tell(handed, seat.donor))
 
     def _depart(self) -> None:
-        """This worker is not on the roster any more, as it was asked."""
+        """Leave: this worker was asked to, and is not on the new roster."""
         self._lookout.wait_blindly(lambda: self._channels.ended, _FAREWELL_S)
         self._enrolment.finish(left=True)
         raise Left
@@ -108,7 +108,7 @@ class EraTransition:
     # -- an unplanned era
 
     def go_on(self, trouble: EraBroken | Evicted) -> None:
-        """Get into an era again; whoever stops with the others may find that it is off the roster itself."""
+        """Get into an era again. A worker that stops with the others may find that it was taken off the roster."""
         while True:
             try:
                 if isinstance(trouble, EraBroken):
@@ -120,7 +120,7 @@ class EraTransition:
                 trouble = another
 
     def _regroup(self, reason: str) -> None:
-        """The era is over: drop what was in flight, say how far this worker is, enter the next one."""
+        """The era is over: drop what was in flight, report the last settled exchange, enter the next era."""
         self._lose_flights()
         self._channels.leave()
         self._stop(self._member.group.era, reason)
@@ -132,7 +132,7 @@ class EraTransition:
             era,
             self._member.group.exchange,
             active=not self._member.follows,
-            # While the user's own state is on its way, who has it is the better donor.
+            # A worker that still lacks the user's own state is a worse donor than one that has it.
             whole=self._member.reception.holds_all,
             failed="" if told else reason,
         )
@@ -145,7 +145,7 @@ class EraTransition:
             training.cancel_look_ahead()
 
     def _come_back(self) -> None:
-        """Taken off the roster while asleep: return as a newcomer, with the script where it is."""
+        """This worker was taken off the roster: return as a newcomer, with the script where it is."""
         enrolment, member = self._enrolment, self._member
         self._lose_flights()
         self._channels.leave()
@@ -161,7 +161,7 @@ class EraTransition:
         member.witness.moved(enrolment.link)
         member.work.forget(0)
         newcomer = founded(member.group.policy, 0, (member.me,))
-        # The script has told its limit already, and a run that begins anew has it from there.
+        # The script has set its limits already; a run that begins anew takes them from here.
         limits = regrouping.limits(member.group)
         member.enter(replace(newcomer, standings=(Standing.FOLLOWING,), **limits), undrained=False)
         self._forget_gradients()
@@ -177,7 +177,7 @@ class EraTransition:
     # -- entering
 
     def _enter_next(self) -> None:
-        """Wait for an era with this worker in it, and enter it."""
+        """Wait for an era whose roster has this worker, and enter it."""
         place, era = self._enrolment.place, self._member.group.era
         while True:
             self._lookout.progress(LoopPoint.WAITING)
@@ -188,12 +188,12 @@ class EraTransition:
             except EraBroken as broken:
                 seat.channel.leave()
                 era = seat.era
-                # One of a plan that was dropped waits, as before.
+                # If the plan was dropped, this worker waits for another one without a report.
                 if not place.is_void(era):
                     self._stop(era, str(broken))
 
     def _enter(self, seat: FormedGroup) -> None:
-        """Agree with the others of a new era on where it begins."""
+        """Agree with the other members on the state that a new era begins with."""
 
         def look() -> None:
             self._enrolment.place.look_entering(seat.era)
@@ -218,7 +218,7 @@ class EraTransition:
             self._member.work.lose_flights(len(group.open))
         else:
             self._begin_anew(handed, len(group.open), keep=keep)
-        # Who holds the state has settled the donor's last exchange, and knows as much.
+        # A holder of the state has settled the donor's last exchange, and has the same value.
         self._member.enter(group, undrained=handed.undrained)
         self._entered(seat, entries)
         if self._member.follows:
@@ -227,7 +227,7 @@ class EraTransition:
             self._member.users_state.go_on(group, seat, knows_best=donor)
 
     def _begin(self, seat: FormedGroup, look: Callable[[], None]) -> None:
-        """Nobody has done anything yet: all begin with the leader's state."""
+        """Begin the run: nothing was settled yet, and all take over the leader's state."""
         if self._beyond:
             raise RunEnded("the run begins anew, and this script is past its beginning")
         member = self._member
@@ -240,7 +240,7 @@ class EraTransition:
         self._entered(seat, None)
 
     def _rewind(self, seat: FormedGroup) -> None:
-        """Nobody holds the state, and this worker was asked to read a checkpoint."""
+        """Read a checkpoint, as the coordinator has asked: no worker holds the state."""
         if self._beyond:
             raise RunEnded(_PAST_IT)
         member = self._member
@@ -249,13 +249,13 @@ class EraTransition:
         member.witness.rewound(manifest.name, manifest.records, member.me, member.group.round)
 
     def _handed_round(self, seat: FormedGroup, look: Callable[[], None], *, donor: bool) -> GroupSnapshot:
-        """The state that all enter the era with: the donor's."""
+        """The donor's replicated state, with which all members enter the era."""
         known = self._known(seat, look) if seat.exchange >= 0 else 0
         if not donor:
             own = self._member.group.past
             handed = snapshot.decoded(_heard(lambda: seat.channel.told(seat.donor, look)), own)
             if self._member.script.is_beyond(handed.group):
-                # However it came to be: a lost coordinator's word, or calls that were over before the run went back.
+                # After a lost coordinator, or because the run went back behind calls that were over.
                 raise RunEnded(_PAST_IT)
             return handed
         handed = self._member.handed
@@ -263,17 +263,17 @@ class EraTransition:
         return handed
 
     def _known(self, seat: FormedGroup, look: Callable[[], None]) -> int:
-        """How many of the script's calls everybody knows: those need not travel."""
+        """How many of the script's calls all members know: those are not sent."""
         mine = snapshot.packed_count(self._member.group.past)
         return min(snapshot.unpacked_count(data) for data in self._gathered(seat, look, mine))
 
     def _is_at(self, group: GroupState) -> bool:
-        """Whether this worker has missed nothing of what ``group`` has done."""
+        """Whether this worker has settled all exchanges that ``group`` has."""
         mine = self._member.group
         return mine.exchange == group.exchange and mine.era == group.era
 
     def _entries(self, seat: FormedGroup, look: Callable[[], None], *, active: bool) -> list[Entry]:
-        """What everybody brings along."""
+        """The entries of all members."""
         mine = snapshot.packed_entry(self._member.work.entry(active=active))
         return [snapshot.unpacked_entry(data) for data in self._gathered(seat, look, mine)]
 
@@ -284,9 +284,9 @@ class EraTransition:
         return _heard(summation.tickets)
 
     def _begin_anew(self, handed: GroupSnapshot, depth: int, *, keep: bool) -> None:
-        """This worker does not hold the state that the era begins with: nothing it has computed is of use.
+        """Drop what this worker has computed: it does not hold the state that the era begins with.
 
-        ``keep``: it has missed nothing. Its journal lines may be the last copies, and there may be nobody to ask.
+        ``keep``: it has missed no exchange. It keeps its journal lines, which may be the last copies.
         """
         member = self._member
         self._checkpoints.forget()
