@@ -24,7 +24,8 @@ from benchmarks.resident import forget_peak, status_mb
 from benchmarks.results import Trial
 from benchmarks.workload import Device, make_model, make_optimizer
 from pliant.tensors.gradients import FlatGradients
-from pliant.worker.elastic.catch_up import CatchUp, snapshot
+from pliant.worker.elastic.catch_up import CatchUp
+from pliant.worker.snapshot import snapshot
 from pliant.worker.training import Training
 
 PARTS = ("epoch", "newcomer")

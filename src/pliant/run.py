@@ -65,7 +65,6 @@ def join(
     seed: int = 0,
     dead_after: float = 5.0,
     hung_after: float = 600.0,
-    enroll: Callable[[JoinRequest], Session] = session.enrolled,
 ) -> Run:
     """Train ``model`` together with all workers of the job, or alone if no job is named in the environment.
 
@@ -93,7 +92,6 @@ def join(
                   does not get on while others wait is left out after that time or ten of its usual steps, and comes
                   back by itself
     hung_after    seconds without progress after which such a process is killed and started again
-    enroll        how this worker finds its group; ``pliant.testing`` brings its own
     """
     try:
         settings.check_model(model, optimizer)
@@ -157,7 +155,7 @@ def join(
         checkpoint_every_s=float(checkpoint_every),
     )
     try:
-        place = enroll(offer)
+        place = session.enrolled(offer)
     except BaseException:
         # The optimizer is the script's own again, for another try.
         for training in trainings:

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import pliant
 from pliant.testing import Together, together
+from pliant.worker.session import appointed
 
 Body = Callable[[nn.Module, torch.Tensor], None]
 """what the script does in each micro-batch besides: (model, x)"""
@@ -273,7 +274,7 @@ def test_a_join_that_failed_leaves_the_optimizer_free() -> None:
         offer.prepared(False)
         raise pliant.PliantError("no place")
 
-    with pytest.raises(pliant.PliantError, match="no place"):
-        pliant.join(model, optimizer, batch=8, enroll=failing)
+    with appointed(failing), pytest.raises(pliant.PliantError, match="no place"):
+        pliant.join(model, optimizer, batch=8)
     optimizer.step()
     pliant.join(model, optimizer, batch=8).close()

@@ -15,8 +15,8 @@ from pliant.core.finished_calls import NONE
 from pliant.core.group_state import Policy, founded
 from pliant.core.tuning.rates import linear
 from pliant.types import WorkerId
-from pliant.worker.elastic.eras import GroupSnapshot, decoded, encoded
 from pliant.worker.elastic.rendezvous import Rendezvous
+from pliant.worker.snapshot import GroupSnapshot, decoded, encoded
 
 
 class Line:

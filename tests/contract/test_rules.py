@@ -22,7 +22,7 @@ from pliant.testing.memo import remembered
 from pliant.testing.scenes import drawn
 from pliant.testing.simulation import Simulation
 from pliant.types import WorkerId
-from pliant.worker.elastic import eras
+from pliant.worker import snapshot
 from pliant.worker.journal import JournalReporter
 
 REFERENCE, LENGTH, ROUNDS = 16, 100_000, 60
@@ -172,7 +172,7 @@ def test_what_was_learned_goes_on_after_eras_and_reaches_newcomers_bit_for_bit(r
     for after in (joined, regrouped):
         assert (after.rate, after.noise, after.scheduled) == (before.rate, before.noise, before.scheduled)
         assert after.policy.rule == rule
-    handed = eras.decoded(eras.encoded(eras.GroupSnapshot(regrouped, 7, 0, False), known=0), regrouped.past)
+    handed = snapshot.decoded(snapshot.encoded(snapshot.GroupSnapshot(regrouped, 7, 0, False), known=0), regrouped.past)
     assert handed.group == regrouped
     training.group = handed.group
     number = handed.group.round

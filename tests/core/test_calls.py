@@ -15,7 +15,7 @@ from pliant.core.finished_calls import NONE, WIDTH, FinishedCalls, FinishedPhase
 from pliant.core.group_state import GroupState, Policy, founded
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.types import WorkerId
-from pliant.worker.elastic import eras
+from pliant.worker import snapshot
 from pliant.worker.script.calls import Counted, ScriptCall, ScriptPosition
 
 pasts = st.lists(
@@ -43,9 +43,9 @@ def test_as_a_list_would_have_it(each: list[FinishedPhase], known: int, donors: 
     assert calls.up_to(known).joined(calls.since(known)) == calls
     # What a worker knows of the same calls, later ones included, and what it is told make the donor's.
     donor = calls.up_to(donors)
-    handed = eras.GroupSnapshot(replace(founded(Policy(8), 1, [WorkerId("w0")]), past=donor), 0, 0, False)
-    certain = min(eras.unpacked_count(eras.packed_count(own)) for own in (calls, donor))
-    assert eras.decoded(eras.encoded(handed, certain), calls) == handed
+    handed = snapshot.GroupSnapshot(replace(founded(Policy(8), 1, [WorkerId("w0")]), past=donor), 0, 0, False)
+    certain = min(snapshot.unpacked_count(snapshot.packed_count(own)) for own in (calls, donor))
+    assert snapshot.decoded(snapshot.encoded(handed, certain), calls) == handed
 
 
 @settings(max_examples=20)
@@ -104,8 +104,8 @@ def test_what_travels_with_an_era_does_not_grow() -> None:
     for count in (10, 20_000):
         group = founded(Policy(8), 1, [WorkerId("w0")])
         past = NONE.joined(calls_of([FinishedPhase(Kind.EVALUATE, 100, 0.25)]).call(0) for _ in range(count))
-        handed = eras.GroupSnapshot(replace(group, past=past), 0, 0, False)
-        certain = eras.unpacked_count(eras.packed_count(past))
-        sizes[count] = len(eras.encoded(handed, certain))
+        handed = snapshot.GroupSnapshot(replace(group, past=past), 0, 0, False)
+        certain = snapshot.unpacked_count(snapshot.packed_count(past))
+        sizes[count] = len(snapshot.encoded(handed, certain))
     assert sizes[20_000] <= sizes[10] + 8
-    assert len(eras.encoded(handed, 0)) < 15 * 20_000, "a result and a few bytes for each"
+    assert len(snapshot.encoded(handed, 0)) < 15 * 20_000, "a result and a few bytes for each"

@@ -16,8 +16,8 @@ from pliant.tensors import background_copy
 from pliant.tensors.background_copy import BackgroundCopy
 from pliant.tensors.checkpoint import Manifest
 from pliant.types import WorkerId
-from pliant.worker import checkpoint_writer
-from pliant.worker.elastic.eras import GroupSnapshot
+from pliant.worker import checkpoint_writer, snapshot
+from pliant.worker.snapshot import GroupSnapshot
 from pliant.worker.training import Training
 
 
@@ -161,7 +161,7 @@ def test_at_the_look_ahead_point_the_plain_weights_are_copied(move: str) -> None
     if move == "go":
         training.look_ahead(1.0)
     copy = BackgroundCopy()
-    found = checkpoint_writer.catch_up.copy_parameters(training, copy)
+    found = snapshot.copy_parameters(training, copy)
     if move == "exchange":
         training.look_ahead(1.0)
         with training.plain():

@@ -24,9 +24,9 @@ from pliant.errors import CheckpointError, UsageError
 from pliant.tensors.checkpoint import Manifest
 from pliant.types import WorkerId
 from pliant.worker import checkpoint_writer
-from pliant.worker.elastic.eras import GroupSnapshot
 from pliant.worker.script import sample_order
 from pliant.worker.script.sample_order import AsItIs, Given, Ordering, Permutation, Shuffled, epoch_order
+from pliant.worker.snapshot import GroupSnapshot
 
 BILLION = 10**9
 

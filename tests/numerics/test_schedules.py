@@ -20,7 +20,8 @@ from pliant.core.tickets import Kind
 from pliant.tensors import serialize
 from pliant.tensors.gradients import FlatGradients
 from pliant.testing import Together, together
-from pliant.worker.elastic.catch_up import META, CatchUp, snapshot
+from pliant.worker.elastic.catch_up import CatchUp
+from pliant.worker.snapshot import META, snapshot
 from pliant.worker.training import Training
 
 SAMPLES, REFERENCE = 203, 16

@@ -12,7 +12,7 @@ from torch import nn
 from numerics.trainings import training_of
 from pliant.core import portion_size
 from pliant.tensors.gradients import FlatGradients
-from pliant.worker.elastic import catch_up
+from pliant.worker import snapshot
 from pliant.worker.elastic.catch_up import CatchUp
 from pliant.worker.training import Training
 
@@ -43,7 +43,7 @@ class SlowLine:
         if self._waiting is None:
             return
         want, self._waiting = self._waiting, None
-        state = catch_up.snapshot(self._donor.training, {"state": {}}, want)
+        state = snapshot.snapshot(self._donor.training, {"state": {}}, want)
         size = sum(_bytes(part) for part in state.values())
         self._answer = self._donor.exchange, state
         self._began, self._takes = Clock.now, size / self._donor.per_tick

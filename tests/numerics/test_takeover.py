@@ -20,9 +20,12 @@ from pliant.core.tickets import Kind
 from pliant.tensors.buffers import ModelBuffers
 from pliant.tensors.gradients import FlatGradients
 from pliant.types import WorkerId
-from pliant.worker.elastic.catch_up import META, STATE, CatchUp, at_end_of, snapshot
-from pliant.worker.elastic.eras import Eras
+from pliant.worker.elastic.catch_up import CatchUp
+from pliant.worker.elastic.donor import StateServer
+from pliant.worker.elastic.reception import Reception
 from pliant.worker.elastic.rendezvous import FormedGroup
+from pliant.worker.elastic.user_state import STATE, UserState, at_end_of
+from pliant.worker.snapshot import META, snapshot
 
 
 class Line:
@@ -51,78 +54,89 @@ class Line:
     def close(self) -> None: ...
 
 
-Newcomer = tuple[CatchUp, list[Line]]
+class Newcomer:
+    """It holds everything but the user's state, and asks for that."""
+
+    def __init__(self) -> None:
+        model = nn.Linear(2, 1)
+        self.training = training_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        self.lines: list[Line] = []
+        state = {"state": {"updates": 0}}
+        name = WorkerId("w2")
+        reception = Reception(lambda: name, self.training, state, self._connect, lambda text: None)
+        self._users_state = UserState(lambda: name, self.training, state, reception, shared=True)
+        reception.take_users_state(["there", "elsewhere"], replace(founded(Policy(4), 1, [name]), exchange=10))
+        assert reception.under_way is not None
+        self.takeover = reception.under_way
+        self.ask, self.close = self._users_state.ask, self._users_state.drop
+
+    def _connect(self, address: str) -> Line:
+        self.lines.append(Line(address))
+        return self.lines[-1]
+
+    def users_state(self, exchange: int, name: str = STATE) -> Any:
+        """What has come of it."""
+        return self._users_state.awaited(self.takeover, exchange, name)
 
 
 @pytest.fixture
 def newcomer() -> Iterator[Newcomer]:
-    model = nn.Linear(2, 1)
-    training = training_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    lines: list[Line] = []
-
-    def connect(address: str) -> Line:
-        lines.append(Line(address))
-        return lines[-1]
-
-    takeover = CatchUp(training, {"state": {"updates": 0}}, connect, tensors=False)
-    takeover.restart(["there", "elsewhere"], 1, 10, keep=True)
-    yield takeover, lines
-    takeover.close()
-    training.close()
+    found = Newcomer()
+    yield found
+    found.close()
+    found.training.close()
 
 
 def test_what_was_asked_for_is_taken(newcomer: Newcomer) -> None:
-    takeover, lines = newcomer
-    takeover.ask_state(12)
-    assert takeover.users_state(12) is None
-    lines[0].answer(12, updates=4)
-    assert takeover.users_state(12) == {"updates": 4}
+    newcomer.ask(12)
+    assert newcomer.users_state(12) is None
+    newcomer.lines[0].answer(12, updates=4)
+    assert newcomer.users_state(12) == {"updates": 4}
     # Ahead of the one who asked, the donor gives what it has kept.
-    takeover.ask_state(14)
-    lines[0].answer(15, updates=5)
-    assert takeover.users_state(14) == {"updates": 5}
+    newcomer.ask(14)
+    newcomer.lines[0].answer(15, updates=5)
+    assert newcomer.users_state(14) == {"updates": 5}
 
 
 def test_a_late_answer_to_an_old_question_is_not_taken(newcomer: Newcomer) -> None:
-    takeover, lines = newcomer
-    takeover.ask_state(12)
-    takeover.ask_state(13)
+    lines = newcomer.lines
+    newcomer.ask(12)
+    newcomer.ask(13)
     lines[0].answer(12, updates=4)
-    assert takeover.users_state(15) is None, "it has gone along since"
+    assert newcomer.users_state(15) is None, "it has gone along since"
     # The donor has settled 16 meanwhile, and its script has counted that; here that code is still to run.
     lines[0].answer(16, updates=6)
-    assert takeover.users_state(15) is None
+    assert newcomer.users_state(15) is None
     assert lines[0].asked == [(12, [STATE]), (13, [STATE]), (15, [STATE])], "once is enough"
     lines[0].answer(16, updates=5)
-    assert takeover.users_state(15) == {"updates": 5}
+    assert newcomer.users_state(15) == {"updates": 5}
 
 
 def test_another_donor_is_asked_anew(newcomer: Newcomer) -> None:
-    takeover, lines = newcomer
-    takeover.ask_state(12)
+    lines = newcomer.lines
+    newcomer.ask(12)
     lines[0].failed = "gone"
-    assert takeover.users_state(13) is None
+    assert newcomer.users_state(13) is None
     assert lines[1].asked == [(13, [STATE])]
     lines[1].answer(13, updates=4)
-    assert takeover.users_state(13) == {"updates": 4}
+    assert newcomer.users_state(13) == {"updates": 4}
 
 
 def test_the_state_at_the_end_of_a_call_is_of_no_other_moment(newcomer: Newcomer) -> None:
-    takeover, lines = newcomer
-    takeover.ask_state(12)
-    assert takeover.users_state(13, at_end_of("call 2")) is None
+    lines = newcomer.lines
+    newcomer.ask(12)
+    assert newcomer.users_state(13, at_end_of("call 2")) is None
     assert lines[1].asked == [(13, [at_end_of("call 2")])], "on a line of its own: the first one answers in turn"
     lines[1].answer(20, updates=4)
-    assert takeover.users_state(14, at_end_of("call 2")) == {"updates": 4}
+    assert newcomer.users_state(14, at_end_of("call 2")) == {"updates": 4}
 
 
 def test_who_computes_by_now_may_be_asked(newcomer: Newcomer) -> None:
-    takeover, lines = newcomer
-    takeover.may_ask(["elsewhere", "later"])
+    newcomer.takeover.may_ask(["elsewhere", "later"])
     for _ in range(4):
-        assert takeover.users_state(13) is None
-        lines[-1].failed = "it leaves, and others have a newer one"
-    assert [line.address for line in lines] == ["there", "elsewhere", "later", "there"]
+        assert newcomer.users_state(13) is None
+        newcomer.lines[-1].failed = "it leaves, and others have a newer one"
+    assert [line.address for line in newcomer.lines] == ["there", "elsewhere", "later", "there"]
 
 
 def test_statistics_that_are_older_than_a_drain_are_not_taken() -> None:
@@ -173,12 +187,14 @@ class Spare:
         self.training = training_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
         self.lines: list[Line] = []
         self.served: Any = None
-        place, donor, state = SimpleNamespace(me="w2"), SimpleNamespace(serve=self._serve), {"state": {"updates": 3}}
-        share: Any = None
-        self.eras = Eras(place, donor, self._connect, state, share, share)  # type: ignore[arg-type]
+        state = {"state": {"updates": 3}}
+        me, donor = WorkerId("w2"), SimpleNamespace(pending=True, address="", serve=self._serve, close=lambda: None)
+        self.reception = Reception(lambda: me, self.training, state, self._connect, lambda text: None)
+        self.users_state = UserState(lambda: me, self.training, state, self.reception, shared=True)
+        self.donor = StateServer(donor, self.training, state, self.reception, self.users_state)
         roster = tuple(map(WorkerId, ("w0", "w1", "w2")))
         addresses = {worker: f"{worker}'s" for worker in roster}
-        self.eras.entered(FormedGroup(None, 4, roster, 2, addresses))
+        self.reception.entered(FormedGroup(None, 4, roster, 2, addresses))
         # Two of them compute.
         held = Ledger(30, 0, (), (Hand(),) * 3)
         computed = (True, True, False)
@@ -206,32 +222,32 @@ def spare() -> Iterator[Spare]:
 
 def test_who_lost_its_place_in_the_hook_is_not_asked_for_what_follows(spare: Spare) -> None:
     now = spare.now(Standing.FOLLOWING, Standing.ACTIVE, Standing.ACTIVE)
-    spare.eras.fell_behind(spare.training, spare.before, now, leaving=False)
-    assert not spare.eras.users_state_arrived(now, None)
+    spare.users_state.fell_behind(spare.before, now, leaving=False)
+    assert not spare.users_state.arrived(now, None)
     assert [line.address for line in spare.lines] == ["w1's"]
     # Of an earlier era's exchange it would answer at once, before it has run that code.
     assert (spare.lines[0].asked, spare.lines[0].eras) == ([(40, [STATE])], [4])
     spare.lines[0].answer(40, updates=4)
-    assert spare.eras.users_state_arrived(now, None)
-    assert spare.eras.holds_all
+    assert spare.users_state.arrived(now, None)
+    assert spare.reception.holds_all
 
 
 def test_where_nobody_runs_what_follows_the_own_state_is_the_newest(spare: Spare) -> None:
     now = spare.now(Standing.FOLLOWING, Standing.FOLLOWING, Standing.ACTIVE)
-    spare.eras.fell_behind(spare.training, spare.before, now, leaving=False)
-    assert spare.eras.holds_all
+    spare.users_state.fell_behind(spare.before, now, leaving=False)
+    assert spare.reception.holds_all
 
 
 def test_who_leaves_hands_its_state_on_unless_somebody_is_ahead_now(spare: Spare) -> None:
     now = spare.now(Standing.FOLLOWING, Standing.FOLLOWING, Standing.LEAVING)
-    spare.eras.fell_behind(spare.training, spare.before, now, leaving=True)
+    spare.users_state.fell_behind(spare.before, now, leaving=True)
     # By now one of them has taken the state over.
     later = replace(spare.now(Standing.ACTIVE, Standing.FOLLOWING, Standing.LEAVING), exchange=41)
-    spare.eras.serve(spare.training, later, None)
+    spare.donor.serve(later)
     assert spare.served([STATE], 41)[STATE]["updates"] == 3
     ahead = spare.now(Standing.FOLLOWING, Standing.ACTIVE, Standing.LEAVING)
-    spare.eras.fell_behind(spare.training, spare.before, ahead, leaving=True)
-    spare.eras.serve(spare.training, ahead, None)
+    spare.users_state.fell_behind(spare.before, ahead, leaving=True)
+    spare.donor.serve(ahead)
     with pytest.raises(LookupError, match="newer"):
         spare.served([STATE], 41)
 

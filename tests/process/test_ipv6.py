@@ -18,7 +18,7 @@ model = torch.nn.Linear(6, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 dataset = TensorDataset(torch.randn(400, 6))
 with pliant.join(model, optimizer, batch=16) as run:
-    print("listens at", run._membership.link.local_address)
+    print("listens at", run._membership.enrolment.link.local_address)
     full = 0
     for epoch in run.epochs(1_000_000):
         for (x,) in run.batches(dataset, size=4):

@@ -22,8 +22,9 @@ from pliant.core.membership.roster import EraMember, with_standing, worker_of
 from pliant.core.regrouping import Entry
 from pliant.worker.draw import DrawLimits
 from pliant.worker.elastic.catch_up import CatchUp
-from pliant.worker.elastic.eras import Eras
+from pliant.worker.elastic.reception import Reception
 from pliant.worker.elastic.rendezvous import EraBroken, Evicted, Rendezvous
+from pliant.worker.elastic.transition import EraTransition
 from pliant.worker.in_flight import Contributions
 from pliant.worker.journal import JournalReporter
 from pliant.worker.loop import Worker
@@ -69,7 +70,7 @@ def settle_after_stopped() -> list[Patch]:
 
     def late(self: Worker, trouble: EraBroken | Evicted) -> None:
         flight, crossing = self._member.work.flight, self._crossing
-        if isinstance(trouble, EraBroken) and crossing is not None:
+        if isinstance(trouble, EraBroken) and isinstance(crossing, EraTransition):
             crossing._stop(self.group.era, str(trouble))
             if flight is not None and flight.summation is not None and flight.summation.over:
                 with suppress(EraBroken, RuntimeError):
@@ -106,7 +107,7 @@ def keep_dropped() -> list[Patch]:
 
 def early_newcomer() -> list[Patch]:
     """A newcomer says it is ready before it holds the state."""
-    return [(Eras, "complete", property(lambda self: True))]
+    return [(Reception, "complete", property(lambda self: True))]
 
 
 def early_lines() -> list[Patch]:
@@ -136,13 +137,12 @@ def leaver_draws_on() -> list[Patch]:
     following = DrawLimits.next
 
     def draws(self: DrawLimits) -> Any:
-        eras = self._member.eras
-        assert eras is not None
-        leaving, eras.leaving = eras.leaving, False
+        enrolment = self._member.enrolment
+        leaving, enrolment.leaving = enrolment.leaving, False
         try:
             return following(self)
         finally:
-            eras.leaving = leaving
+            enrolment.leaving = leaving
 
     return [(DrawLimits, "next", draws)]
 

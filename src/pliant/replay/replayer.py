@@ -45,11 +45,11 @@ from pliant.replay.compare import NAMES, Comparison, refuse_other_call, refuse_o
 from pliant.replay.contributions import ReplayedContributions
 from pliant.replay.cursor import TraceCursor, start_before
 from pliant.replay.findings import EXACT, LOOSE, Findings
-from pliant.worker.elastic.catch_up import install_state
 from pliant.worker.script.calls import ScriptCall
 from pliant.worker.script.hooks import ReplayedHooks, told
 from pliant.worker.script.hooks import Update as Told
 from pliant.worker.session import JoinRequest, Session
+from pliant.worker.snapshot import install_state
 from pliant.worker.training import Training
 
 

@@ -1,7 +1,7 @@
 """A whole run in virtual time: the real coordinator and the real workers' loops, from a seed.
 
 Question  Does the protocol hold whatever happens, whenever it happens?
-Holds     ``Coordinator``, ``Worker``, ``Rendezvous``, ``Eras``, ``CatchUp``, ``JournalReporter``, ``Mailbox``,
+Holds     ``Coordinator``, ``Worker`` and its parts as ``session.build`` puts them together, ``Mailbox``,
           ``Link``'s books and ``core`` are the production code; clock, network, disk, processes and tensors are
           virtual. A scene and a seed give one history. Every invariant is checked all the way; see ``invariants``.
 Source    ours; docs/design/0007-elastic.md.
@@ -14,17 +14,15 @@ from contextlib import nullcontext
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from pliant.control.messages import Signature
 from pliant.coordinator.run_spec import RunSpec
-from pliant.core.group_state import FinishedPhase, Policy, Standing, founded
+from pliant.core.group_state import FinishedPhase, Policy, Standing
 from pliant.core.ledger import MicroBatch, samples_of
 from pliant.core.membership.roster import Stopping
 from pliant.core.membership.shutdown import QUIET_EXIT
 from pliant.core.tickets import Kind
 from pliant.errors import PliantError, RunEnded, Stopped
-from pliant.tensors.process_group import gloo as groups
 from pliant.testing.clock import Process, World
 from pliant.testing.collective import Meetings, VirtualForming
 from pliant.testing.disk import VirtualDisk, VirtualTask
@@ -35,15 +33,13 @@ from pliant.testing.link import VirtualLink, connected
 from pliant.testing.memo import remembered
 from pliant.testing.network import Network
 from pliant.testing.transfer import Streams, VirtualDonor, VirtualRecipient
-from pliant.types import WorkerId
 from pliant.worker import session
 from pliant.worker.checkpoint_writer import CheckpointWriter
-from pliant.worker.elastic.eras import Eras
-from pliant.worker.elastic.rendezvous import Rendezvous
+from pliant.worker.elastic.donor import StateLines
 from pliant.worker.loop import Worker
 from pliant.worker.script.calls import Counted, ScriptCall
 from pliant.worker.script.hooks import Update
-from pliant.worker.session import Session
+from pliant.worker.session import Parts, Session
 from pliant.worker.submit import BucketReady
 
 _VERSION = "sim"
@@ -315,6 +311,11 @@ def _described(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {failure}{where}"
 
 
+def _look(forming: list[VirtualForming]) -> None:
+    for each in forming:
+        each.look()
+
+
 class VirtualScript:
     """A user's script in one process, through the worker's interface as ``pliant.run`` uses it."""
 
@@ -328,6 +329,8 @@ class VirtualScript:
         self.slowness = 1.0
         self.worker: Worker | None = None
         self.link: VirtualLink | None = None
+        self._forming: dict[VirtualLink, list[VirtualForming]] = {}
+        """groups on their way, by the line that they form over"""
         self._signalled = False
         self.epoch = 0
         self.impaired_until_s = 0.0
@@ -356,7 +359,7 @@ class VirtualScript:
         self.process = process
         process.compute(process.world.between(0.01, 0.2))
         try:
-            place = self._joined()
+            place = session.build(self._connected, self._parts)
         except SystemExit as error:
             return int(error.code or 0)
         try:
@@ -382,12 +385,16 @@ class VirtualScript:
                 raise SystemExit(0) from None
             raise SystemExit(QUIET_EXIT if isinstance(error, RunEnded) else 1) from None
         self.link = link
+        forming = self._forming.setdefault(link, [])
+        link.heard = lambda: _look(forming[-3:])
+        link.concluded = self._concluded
+        link.departed = lambda: self.simulation.checker.departed(self.name)
+        link.unheard = lambda: self.simulation.checker.unheard(self.name)
         return link
 
-    def _joined(self) -> Session:
-        """``membership._entered``."""
+    def _parts(self, link: VirtualLink) -> Parts:
+        """What stands for sockets, threads, tensors and time."""
         simulation, process, scene = self.simulation, self.process, self.scene
-        link = self._connected()
         donor = VirtualDonor(simulation.streams, process)
         self.training = VirtualTraining(
             reference=scene.policy.batch,
@@ -398,74 +405,36 @@ class VirtualScript:
         )
         self.state: dict[str, Any] = {"count": 0, "trained": 0, "epochs": 0, "updates": 0}
         witness = Observer(link, simulation.checker, self.training)
-        carried = {
-            "optimizer": None,
-            "scheduler": self.training.scheduler,
-            "scaler": None,
-            "state": self.state,
-            "journal": witness,
-            "trained": self.training.trained,
-        }
+
+        def ready(worker: Worker) -> None:
+            self.worker = worker
+            witness.kept_bytes = lambda: worker._member.reception.kept_bytes
+
         settings = {"dead_after": repr(scene.dead_after_s), "hung_after": repr(scene.hung_after_s)}
-        described = Signature("sim", [("p", [1], "float32")], settings)
-
-        def placed(link: VirtualLink) -> Rendezvous:
-            forming: list[VirtualForming] = []
-
-            def form(attempt: int, place: int, members: int) -> Any:
-                if members == 1:
-                    return session._Formed()
-                forming.append(VirtualForming(simulation.meetings, link, attempt, place, members))
-                return forming[-1]
-
-            def heard() -> None:
-                for each in forming[-3:]:
-                    each.look()
-
-            link.heard = heard
-            link.concluded = self._concluded
-            link.departed = lambda: self.simulation.checker.departed(self.name)
-            link.unheard = lambda: self.simulation.checker.unheard(self.name)
-            return Rendezvous(link, form, described, donor.address, clock=process.world.clock, sleep=process.idle)
-
-        def come_back() -> Rendezvous:
-            eras.place.link.close()
-            return placed(self._connected())
-
-        eras = Eras(
-            placed(link),
-            donor,
-            lambda address: VirtualRecipient(simulation.streams, process, address),
-            carried,
-            self._share,
-            come_back,
-            # Thousands of workers would say so on one and the same output.
-            say=lambda text: None,
-        )
-        self.eras = eras
-        witness.kept_bytes = lambda: eras.kept_bytes
-        newcomer = founded(scene.policy, 0, (WorkerId(link.worker),))
-        newcomer = replace(newcomer, standings=(Standing.FOLLOWING,))
-        worker = Worker(
-            WorkerId(link.worker),
-            newcomer,
-            groups.Alone(),
-            self.training,
-            witness,
-            eras=eras,
+        return Parts(
+            policy=scene.policy,
+            signature=Signature("sim", [("p", [1], "float32")], settings),
+            carried={"optimizer": None, "scheduler": self.training.scheduler, "scaler": None, "state": self.state},
+            training=self.training,
+            journal=witness,
+            lines=StateLines(
+                donor,
+                lambda address: VirtualRecipient(simulation.streams, process, address),
+                self._share,
+                # Thousands of workers would say so on one and the same output.
+                say=lambda text: None,
+            ),
+            form=self._form,
+            ready=ready,
             saving=self._saving(),
-            carried={name: value for name, value in carried.items() if name not in ("journal", "trained")},
             clock=process.world.clock,
             sleep=process.idle,
         )
-        self.worker = worker
-        try:
-            if not link.mailbox.welcome.running:
-                worker.found()
-        except PliantError as error:
-            session._depart(link, error)
-            raise
-        return Session(worker, None, carried, eras)
+
+    def _form(self, link: VirtualLink, attempt: int, place: int, members: int) -> VirtualForming:
+        forming = VirtualForming(self.simulation.meetings, link, attempt, place, members)
+        self._forming[link].append(forming)
+        return forming
 
     def _saving(self) -> CheckpointWriter | None:
         every_s, process = self.scene.checkpoint_every_s, self.process
@@ -511,7 +480,6 @@ class VirtualScript:
             for _ in range(scene.in_a_row if scene.tested else 0):
                 self._evaluate(epoch)
             self.state["epochs"] += 1
-            worker.past(epoch)
             self.training.end_epoch(epoch)
 
     @property
@@ -562,7 +530,7 @@ class VirtualScript:
         self.state["updates"] += 1
         checker = self.simulation.checker
         # Who never had the user's state may be the last one.
-        checker.state_lost = checker.state_lost or self.eras.lost_users_state
+        checker.state_lost = checker.state_lost or self._worker._member.users_state.lost
         if self.state["updates"] != update.updates and not checker.state_lost:
             raise Violation(f"{self.name} counts {self.state['updates']} updates after update {update.updates}")
         checker.updated(self.name, self.training, self._worker.group)

@@ -2,7 +2,8 @@
 
 Question  How can a test run a group without processes, a launcher or a coordinator?
 Holds     Only the control channel is replaced: the store over which the group is formed is a dictionary, and nobody
-          keeps a journal. Rounds, exchanges over gloo, dealing and updates are the real ones. torch's random
+          keeps a journal. Each thread appoints for itself how ``join`` finds the group: threads do not inherit a
+          context. Rounds, exchanges over gloo, dealing and updates are the real ones. torch's random
           generators belong to the process, so models with dropout draw from a mixture here.
 """
 
@@ -23,8 +24,9 @@ from pliant.errors import RunEnded
 from pliant.run import Run, join
 from pliant.tensors.process_group import gloo as groups
 from pliant.types import WorkerId
+from pliant.worker.elastic.enrolment import Solo
 from pliant.worker.loop import Worker
-from pliant.worker.session import JoinRequest, Session, formed, taken_over
+from pliant.worker.session import JoinRequest, Session, appointed, formed, taken_over
 
 _attempts = itertools.count(1)
 
@@ -108,7 +110,8 @@ class Together:
 
     def join(self, *arguments: Any, **settings: Any) -> Run:
         """``pliant.join`` with the same arguments."""
-        return join(*arguments, enroll=self._enrolled, **settings)
+        with appointed(self._enrolled):
+            return join(*arguments, **settings)
 
     def _enrolled(self, offer: JoinRequest) -> Session:
         me, members = self._roster[self.place], len(self._roster)
@@ -119,7 +122,7 @@ class Together:
         group = founded(offer.policy, 1, self._roster)
         witness = _Recorder(self.record, self._failed)
         training = offer.prepared(members > 1)
-        worker = Worker(me, group, exchange, training, witness, check=witness.check, pace=self._pace)
+        worker = Worker(me, group, exchange, training, witness, Solo(), check=witness.check, pace=self._pace)
         return Session(worker, None, offer.carried)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from pliant.tensors.handoff import is_due
 from pliant.testing.clock import Process, World
-from pliant.worker.elastic.catch_up import STATE, is_parameter
+from pliant.worker.elastic.user_state import STATE
+from pliant.worker.snapshot import is_parameter
 
 Snapshot = Callable[[Sequence[str], int], dict[str, Any]]
 

@@ -1,11 +1,11 @@
-"""Checkpoints: when one is written, when it counts, and how a run goes on from it.
+"""Writing and reading checkpoints.
 
-Question  Which moment of a run can be gone back to, and who may say that a checkpoint of it exists?
-Holds     The state is that between two micro-batches. Weights and optimizer state are copied in the background, into
-          memory that was made ready there; that copy is complete before either is changed, and is written from there.
-          There is one copy at a time. All members
-          have settled the exchange it is of before the coordinator is told, so that it can never be of a round that
-          is void. What cannot be written or read is said, and tried again.
+Question  Which moment of a run does a checkpoint hold, and from when on does it count?
+Holds     A checkpoint holds the state between two micro-batches. Weights and optimizer state are copied in the
+          background, into memory that was allocated there; the copy is complete before either is changed, and is
+          written from there. There is one copy at a time. The coordinator is told only after all members have settled
+          the exchange of the checkpoint, so that it is never of a void round. A failure to write or read is reported,
+          and tried again.
 Source    docs/design/0014-checkpoints.md.
 """
 
@@ -21,19 +21,20 @@ import msgspec
 
 from pliant.core.finished_calls import NONE, calls_of
 from pliant.core.group_state import FinishedPhase, GroupState
-from pliant.errors import CheckpointError
+from pliant.errors import CheckpointError, UsageError
 from pliant.tensors.background_copy import BackgroundCopy, CopyMemory
 from pliant.tensors.checkpoint import Manifest
-from pliant.worker.elastic import catch_up
-from pliant.worker.elastic.eras import GroupSnapshot
+from pliant.worker import snapshot
+from pliant.worker.elastic.user_state import STATE, users_state_of
+from pliant.worker.snapshot import GroupSnapshot
 from pliant.worker.training import Training
 
 _AGAIN = 0.2
-"""After a failure the next one is tried after this part of the usual time."""
+"""After a failure the next attempt comes after this fraction of the usual time."""
 
 
 class CheckpointStorage(Protocol):
-    """Where checkpoints are (``tensors.checkpoint.CheckpointStore``)."""
+    """Where checkpoints are kept (``tensors.checkpoint.CheckpointStore``)."""
 
     def names(self) -> list[str]: ...
     def write(self, manifest: Manifest, state: Any) -> Manifest: ...
@@ -52,7 +53,7 @@ class Task(Protocol):
 
 
 class Thread:
-    """A task in a thread of its own."""
+    """A task that runs in its own thread."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self.over = False
@@ -69,7 +70,7 @@ class Thread:
 
 
 class CheckpointWriter:
-    """This worker's checkpoints: those it writes, and the one it begins with."""
+    """This worker's checkpoints: those it writes, and the one it starts from."""
 
     def __init__(
         self,
@@ -89,13 +90,13 @@ class CheckpointWriter:
         self._due_s = clock() + every_s
         """counted from the end of the last one"""
         self._at_once = False
-        """the script changes weights between two updates: copy them before it goes on"""
+        """the script changes weights between two updates: copy before it goes on"""
         self._room: tuple[CopyMemory, Task] | None = None
-        """memory for the next copy, and who makes it ready"""
+        """memory for the next copy, and the task that allocates it"""
         self._writing: tuple[Manifest | None, Task] | None = None
-        """None: what is being written is of no use any more"""
+        """manifest None: the checkpoint being written is of no use any more"""
         self._written: Manifest | None = None
-        """complete, but perhaps of a round that only this worker has applied"""
+        """complete, but its round may have been applied by this worker only"""
         self._tidying: Task | None = None
         self._tidied: list[str] = []
 
@@ -106,7 +107,7 @@ class CheckpointWriter:
     # -- a run without a journal
 
     def begun(self) -> list[str]:
-        """What there is to go on from, newest first; what a run left that came to its end is removed."""
+        """The checkpoints to go on from, newest first. Those of a run that has ended are removed."""
         names = self._store.names()
         if self._store.finished:
             for name in names:
@@ -116,7 +117,7 @@ class CheckpointWriter:
         return names[::-1]
 
     def end(self) -> None:
-        """The script has come to its end: nobody is to go on from what was written."""
+        """The script has ended: the next run must not go on from these checkpoints."""
         try:
             self._store.mark(finished=True)
         except CheckpointError as error:
@@ -129,30 +130,32 @@ class CheckpointWriter:
         return self._writing is None and self._clock() >= self._due_s
 
     def prepare(self, training: Training) -> bool:
-        """Make memory for a copy ready, in the background; whether it is."""
+        """Allocate memory for a copy in the background; whether that is done."""
         if self._room is None:
-            room = catch_up.room_for_parameters(training)
+            room = snapshot.room_for_parameters(training)
             self._room = room, self._begin(room.make)
         return self._room[1].over
 
     def save(self, training: Training, carried: Mapping[str, Any], handed: GroupSnapshot) -> None:
-        """Copy the state as of now, and write it, in the background.
+        """Copy the state as of now and write it, both in the background.
 
-        What the script can change before the next update (buffers, its own state) is copied at once.
+        Buffers and the user's state, which the script can change before the next update, are copied at once.
         """
         group = handed.group
         name = f"{handed.records:010d}-{group.exchange:010d}-{group.era}"
         encoded = msgspec.json.encode(handed.packed(known=0)).decode()
         manifest = Manifest(self._job, name, self._library, handed.records, group.round, group.samples, encoded)
         users = carried["state"]
-        small = [name for name in catch_up.everything(training) if not catch_up.is_parameter(name)]
+        small = [name for name in snapshot.everything(training) if not snapshot.is_parameter(name)]
         own = {key: value for key, value in carried.items() if key != "journal"}
         # An object of the script may show the model's weights; plain values do not.
         with training.plain(weights=any(hasattr(value, "state_dict") for value in users.values())):
-            state = catch_up.snapshot(training, own, [*small, *([catch_up.STATE] if users else [])])
+            state = snapshot.snapshot(training, own, small)
+            if users:
+                state[STATE] = users_state_of(own)
         copying = BackgroundCopy(self._room[0] if self._room is not None and self._room[1].over else None)
         self._room = None
-        state |= catch_up.copy_parameters(training, copying)
+        state |= snapshot.copy_parameters(training, copying)
         if self._at_once:
             training.finish_copy()
 
@@ -168,9 +171,9 @@ class CheckpointWriter:
         self._writing = manifest, self._begin(write)
 
     def look(self, certain: int, tell: Callable[[Manifest], None]) -> None:
-        """Between micro-batches: ``tell`` of a checkpoint once it is written and the others are as far.
+        """Between micro-batches: ``tell`` of a checkpoint once it is written and all have settled its exchange.
 
-        ``certain``: so many journal records are of exchanges that everybody has settled.
+        ``certain``: how many journal records are of exchanges that all members have settled.
         """
         if self._room is not None and self._room[1].failed is not None:
             _say(f"no memory for a checkpoint ({self._room[1].failed}); training goes on, and it is tried again")
@@ -187,13 +190,13 @@ class CheckpointWriter:
             tell(manifest)
 
     def forget(self) -> None:
-        """This worker does not hold the state any more: what it has written may be of a round that is void."""
+        """This worker does not hold the state any more: its last checkpoint may be of a void round."""
         self._written = self._room = None
         if self._writing is not None:
             self._writing = None, self._writing[1]
 
     def tidy(self, named: Sequence[str]) -> None:
-        """Remove what is older than the newest of those that exist, and not one of them."""
+        """Remove the checkpoints that are older than the newest in ``named`` and not among those."""
         if not named or named == self._tidied or (self._tidying is not None and not self._tidying.over):
             return
         self._tidied = list(named)
@@ -210,32 +213,59 @@ class CheckpointWriter:
     def restored(
         self, names: Sequence[str], training: Training, carried: Mapping[str, Any], group: GroupState
     ) -> Restored:
-        """Read the first of ``names`` that is whole, and take its state over; ``group``: what the script asks for."""
+        """Read the first of ``names`` that is whole, and install its state; ``group``: what the script asks for."""
         problems: list[str] = []
         for name in names:
             try:
                 manifest, state = self._store.read(name)
                 handed = _handed(manifest)
                 _compare(manifest, handed, state, training, group)
-                _compare_carried(manifest, state[catch_up.META], carried)
+                _compare_carried(manifest, state[snapshot.META], carried)
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
             for problem in problems:
                 _say(f"{problem}; going on from the one before it")
-            catch_up.install(training, carried, state)
-            return Restored(manifest, handed, state.get(catch_up.STATE))
+            snapshot.install(training, carried, state)
+            return Restored(manifest, handed, state.get(STATE))
         raise CheckpointError("; ".join(problems) or "there is no checkpoint to go on from")
 
 
+class NoCheckpoints:
+    """The script asks for none."""
+
+    is_due = False
+
+    def names(self) -> list[str]:
+        return []
+
+    def prepare(self, training: Training) -> bool:
+        return False
+
+    def save(self, training: Training, carried: Mapping[str, Any], handed: GroupSnapshot) -> None: ...
+
+    def look(self, certain: int, tell: Callable[[Manifest], None]) -> None: ...
+
+    def forget(self) -> None: ...
+
+    def tidy(self, named: Sequence[str]) -> None: ...
+
+    def restored(
+        self, names: Sequence[str], training: Training, carried: Mapping[str, Any], group: GroupState
+    ) -> Restored:
+        raise UsageError("the run goes on from a checkpoint, but this script calls join without checkpoint=…")
+
+    def end(self) -> None: ...
+
+
 class Restored:
-    """What a checkpoint held besides the tensors, which are installed."""
+    """What a checkpoint held besides the tensors, which are installed already."""
 
     def __init__(self, manifest: Manifest, handed: GroupSnapshot, users_state: Mapping[str, Any] | None) -> None:
         self.manifest = manifest
         self.handed = handed
         self.users_state = users_state
-        """to be installed when the script is where it was"""
+        """to be installed when the script reaches the call that it was taken in"""
 
 
 def _handed(manifest: Manifest) -> GroupSnapshot:
@@ -253,7 +283,7 @@ def _handed(manifest: Manifest) -> GroupSnapshot:
 
 
 def _compare(manifest: Manifest, handed: GroupSnapshot, state: Any, training: Training, group: GroupState) -> None:
-    """Raise where the checkpoint is not one of this script."""
+    """Raise if the checkpoint is not of this script."""
     # The order of the samples is the checkpoint's: half of an epoch may lie before it.
     asked = msgspec.structs.replace(group.policy, order=handed.group.policy.order)
     if handed.group.policy != asked:
@@ -261,8 +291,8 @@ def _compare(manifest: Manifest, handed: GroupSnapshot, state: Any, training: Tr
             f"checkpoint {manifest.name} is of a run with other settings of join ({handed.group.policy}); "
             "use those, or another directory for this run"
         )
-    wanted = set(catch_up.everything(training, live=handed.live))
-    if not isinstance(state, dict) or wanted != set(state) - {catch_up.STATE}:
+    wanted = set(snapshot.everything(training, live=handed.live))
+    if not isinstance(state, dict) or wanted != set(state) - {STATE}:
         raise CheckpointError(f"checkpoint {manifest.name} is of another model: it has other parameters or buffers")
     for index, p in enumerate(training.parameters):
         value = state[f"p{index}"]["value"]
@@ -271,7 +301,7 @@ def _compare(manifest: Manifest, handed: GroupSnapshot, state: Any, training: Tr
 
 
 def _compare_carried(manifest: Manifest, meta: Mapping[str, Any], carried: Mapping[str, Any]) -> None:
-    """Raise where the script brings a schedule or a scaler that the checkpoint knows nothing of, or the reverse."""
+    """Raise if only one of script and checkpoint has a scheduler, or a scaler."""
     for name in ("scheduler", "scaler"):
         there, here = bool(meta["outer"].get(name)), carried.get(name) is not None
         if there != here:

@@ -1,7 +1,7 @@
 """What a worker has accumulated since it last handed in.
 
 Question  What will its next ticket say?
-Holds     The loss is added up on its own device and read once, at hand-in: no micro-batch waits for a transfer.
+Holds     The loss is summed on its own device and read once, at hand-in: no micro-batch waits for a transfer.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Contribution:
         self._outputs: list[bytes] | None = None
 
     def draw(self, samples: int, cpu_s: float, settled: int = 0, *, ahead: bool = False) -> None:
-        """A micro-batch is given to the user's loop. It counts as spent even if the loop passes over it.
+        """A micro-batch is given to the user's loop. It counts as spent even if the loop skips it.
 
         ``settled``: the last settled round; ``ahead``: the model is at the look-ahead point.
         """
         if not self.micro_batches:
             self._early_round, self._ahead = settled, ahead
-        # A look-ahead point is left with an update only, whatever number is void meanwhile.
+        # Only an update leaves a look-ahead point, whichever round numbers are void meanwhile.
         if ahead if self._ahead else settled == self._early_round:
             self._early += 1
         else:
@@ -64,7 +64,7 @@ class Contribution:
         self._pending = samples
 
     def undraw(self) -> None:
-        """The loop was left between the draw and ``backward``: that micro-batch was not reached."""
+        """The loop was left between the draw and ``backward``: take the micro-batch back."""
         if self._pending:
             self.micro_batches -= 1
             self.samples -= self._pending
@@ -76,7 +76,7 @@ class Contribution:
         self._loss = self._loss + loss_sum
 
     def append(self, sums: Sums, output: bytes | None) -> None:
-        """What ``evaluate`` has of a drawn micro-batch beside its sum and count."""
+        """Add the further means and the outputs that ``evaluate`` has of a drawn micro-batch."""
         for name, total, count in sums:
             before = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = before[0] + total, before[1] + count
@@ -84,16 +84,16 @@ class Contribution:
             self._outputs = [*(self._outputs or ()), output]
 
     def appendix(self) -> Appendix:
-        """What its ticket does not hold."""
+        """What does not fit into its ticket."""
         sums = tuple((name, total, count) for name, (total, count) in self._sums.items())
         return Appendix(sums, None if self._outputs is None else tuple(self._outputs))
 
     def leave_out(self) -> None:
-        """A backward pass has failed: its samples are spent, and nothing that was computed for them counts."""
+        """A backward pass has failed: the samples are spent, and nothing that was computed counts."""
         self.weight, self._loss, self._pending = 0.0, 0.0, 0
 
     def point(self, *, fresh: bool) -> Point:
-        """Where it was computed; ``fresh``: it is handed in after the last settled round's update."""
+        """At which weights it was computed; ``fresh``: it is handed in after the last settled round's update."""
         early = min(self._early, self.micro_batches)
         late_round = self._late_round if early < self.micro_batches else 0
         return Point(early, self._early_round, late_round, self._ahead, fresh, handed_in=True)

@@ -1,8 +1,8 @@
 """What a worker may draw of its hand.
 
 Question  Which micro-batch comes next, and when is the contribution complete?
-Holds     Nothing is drawn that is not granted, nothing beyond what the group allows for the contribution in progress,
-          and nothing by a worker that leaves.
+Holds     A worker draws only micro-batches that it was granted, no more than the group allows for the contribution in
+          progress, and none once it leaves.
 Source    docs/design/0002-rounds.md ("Allowances"); docs/protocol.md ("One round").
 """
 
@@ -17,7 +17,7 @@ from pliant.worker.worker_state import WorkerState
 
 
 class DrawLimits:
-    """Between the group's allowance and this worker's work."""
+    """Compares the group's allowance with what this worker has accumulated."""
 
     def __init__(self, member: WorkerState, clock: Callable[[], float]) -> None:
         self._member = member
@@ -27,7 +27,7 @@ class DrawLimits:
         return allowance.allowance(self._member.group, self._member.index, self._member.work.in_flight)
 
     def next(self) -> MicroBatch | None:
-        """The micro-batch that may be added to the contribution now."""
+        """The micro-batch that may be added to the contribution now, if any."""
         member = self._member
         group, work = member.group, member.work
         if member.leaving or (work.flight is not None and not group.overlap):
@@ -49,14 +49,14 @@ class DrawLimits:
         return micro_batch
 
     def upcoming(self) -> tuple[MicroBatch, ...]:
-        """What this worker will draw after the last drawn micro-batch, as far as it is dealt."""
+        """The micro-batches dealt to this worker that it has not drawn yet."""
         group = self._member.group
         if not group.open:
             return ()
         return group.phase.ledger.hands[self._member.index].queue[self._member.work.drawn :]
 
     def complete(self) -> bool:
-        """Whether the contribution may be handed in: its share is done, or with an open batch it is not empty."""
+        """Whether the contribution may be handed in: its share is done; with an open batch, it is long enough."""
         if self._member.leaving:
             return True
         bounds, mine = self._allowance(), self._member.work.contribution
@@ -67,14 +67,14 @@ class DrawLimits:
         return self.next() is None
 
     def last(self) -> bool:
-        """Whether the micro-batch that was just drawn completes the contribution, and nothing else will come of it."""
+        """Whether the micro-batch that was just drawn completes the contribution."""
         if self._member.leaving or self._member.work.flight is not None:
             return False
         share = self._allowance().micro_batches
         return share is not None and self._member.work.contribution.micro_batches >= share
 
     def due_at_once(self) -> bool:
-        """Whether the following contribution is handed in as its round begins: unless its share has just grown."""
+        """Whether the next contribution is handed in as its round begins. Not if its share has just grown."""
         member = self._member
         if not member.speaks:
             return False

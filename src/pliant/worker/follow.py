@@ -1,9 +1,10 @@
-"""Going along: a member that does not speak.
+"""Follow: a member without a vote takes part in the exchanges of the others.
 
-Question  How does a worker take part in exchanges without knowing beforehand what they will be?
-Holds     It gathers tickets only, and learns from them what the others do: a round, an opening, a drain, the end. It
-          adds nothing to their sums, decides as everybody does, and applies the update to what it holds. Meanwhile
-          it takes over what it lacks; the user's own state comes before its first draw.
+Question  How does a worker take part in an exchange without knowing beforehand what it will be?
+Holds     A follower gathers tickets only, and learns from them what the others do: a round, an opening, a drain (the
+          buffers are made equal), or the end. It adds nothing to the sums, makes the same decisions, and applies the
+          update to the tensors it holds. Meanwhile it catches up with the state that it lacks; the user's own state is
+          installed before its first draw.
 Source    docs/protocol.md ("Following", "Handing the state on").
 """
 
@@ -17,7 +18,6 @@ from msgspec.structs import replace
 from pliant.core import postscripts, trained_set
 from pliant.core.group_state import Standing
 from pliant.core.tickets import Flag, Kind, Ticket
-from pliant.worker.checkpoint_schedule import CheckpointSchedule
 from pliant.worker.collectives import Collectives
 from pliant.worker.in_flight import InFlight
 from pliant.worker.poll import Poller
@@ -27,12 +27,12 @@ from pliant.worker.settle import Settlement
 from pliant.worker.submit import Submission
 from pliant.worker.worker_state import WorkerState
 
-# Between two rounds in which nobody computes: all members leave, or wait for what they need.
+# Pause between two rounds in which no member computes: all of them leave, or wait for state.
 _NOBODY_S = 0.02
 
 
 class Follower:
-    """One worker's part in what others decide on."""
+    """One worker's part in exchanges that others determine."""
 
     def __init__(
         self,
@@ -41,7 +41,6 @@ class Follower:
         lookout: Poller,
         handing: Submission,
         exchanges: Settlement,
-        checkpoints: CheckpointSchedule,
         hooks: Hooks,
         sleep: Callable[[float], None],
     ) -> None:
@@ -50,7 +49,6 @@ class Follower:
         self._lookout = lookout
         self._handing = handing
         self._exchanges = exchanges
-        self._checkpoints = checkpoints
         self._hooks = hooks
         self._sleep = sleep
 
@@ -59,12 +57,12 @@ class Follower:
     def follow(self) -> None:
         """Take part in one exchange without knowing beforehand what it will be.
 
-        An ``evaluate`` may be opened before the round in flight is settled; whoever is not inside the loop learns only
-        from the tickets of the next exchange which of the two it was.
+        An ``evaluate`` may be opened before the round in flight is settled. A worker that is not inside the loop learns
+        from the tickets of the next exchange only which of the two came first.
         """
         member, exchanges = self._member, self._exchanges
         if Standing.ACTIVE not in member.group.standings:
-            # Nobody computes, so nothing slows the rounds down: they would chase each other.
+            # No member computes, so nothing slows the rounds down: they would follow each other without a pause.
             self._sleep(_NOBODY_S)
         self._wait_for_large_tensor()
         held = member.work.flight
@@ -72,7 +70,7 @@ class Follower:
         gathered, bitmap = self._channels.gathered(summation)
         exchanges.go_if_expelled()
         speaking = [ticket for ticket in gathered if not ticket.flags & Flag.FOLLOWING]
-        # Whoever is in the body of a loop that has ended comes first.
+        # A member in the body of a loop that has ended comes first.
         says = max(speaking, key=lambda ticket: ticket.flags & Flag.INNER, default=None)
         if held is not None and (says is None or says.exchange > member.group.exchange):
             era = member.group.era
@@ -95,12 +93,12 @@ class Follower:
         self._pursue()
 
     def _gathered(self) -> Any:
-        """The gathering of everybody's tickets, whatever they are of; it is over."""
+        """Gather the tickets of all members, whatever exchange they are of, and wait for them."""
         member = self._member
         kind = member.group.phase.kind if member.group.open else Kind.TRAIN
         if member.follows or (member.group.open and kind is Kind.TRAIN and not member.speaks):
-            # Its script may miss the line that sets another one: what is in force comes with the state. Inside an
-            # ``evaluate`` no round takes up what all have just set, and each of them may be a spare once.
+            # This script may skip the line that sets another bound: the one in force comes with the state. Inside an
+            # ``evaluate`` no round applies what all have just set, and each of them may be without samples once.
             member.clip_norm = None
         ticket = member.ticket(kind, Flag.FOLLOWING | self.readiness())
         call = member.script.innermost
@@ -111,9 +109,9 @@ class Follower:
         return summation
 
     def _follow_round(self, gathered: list[Ticket], bitmap: int, summation: Any) -> None:
-        """Add nothing to the sums of a round; settle it at once unless an ``evaluate`` may come before.
+        """Take part in a round without a contribution; settle it at once unless an ``evaluate`` may come first.
 
-        A newcomer that was just dealt its first samples computes meanwhile.
+        A newcomer that was just dealt its first samples computes during the sum.
         """
         member = self._member
         if not member.group.open:
@@ -142,7 +140,7 @@ class Follower:
             self._exchanges.settle()
 
     def _begins(self) -> bool:
-        """Whether this worker may compute beside the round that it has added nothing to."""
+        """Whether this worker may compute during this round, to which it contributes nothing."""
         member, group = self._member, self._member.group
         return (
             group.overlap
@@ -162,19 +160,19 @@ class Follower:
     # -- coming to hold the whole state
 
     def _pursue(self) -> None:
-        """Take the state over, as far as that is due."""
+        """Ask for missing state and install what has arrived."""
         member = self._member
-        if member.eras is not None and member.follows:
-            member.eras.pursue(member.group.exchange)
+        if member.follows:
+            member.reception.pursue(member.group.exchange)
 
     def _wait_for_large_tensor(self) -> None:
-        """Take part in no round before it has arrived, where its gradients would fill the memory meanwhile."""
-        eras, member = self._member.eras, self._member
-        if eras is None or not member.follows:
+        """Wait for a large tensor before the next round if keeping the rounds' gradients would take too much memory."""
+        member = self._member
+        if not member.follows:
             return
 
         def goes_on() -> bool:
-            if not eras.holds_up(1 + member.work.in_flight):
+            if not member.reception.holds_up(1 + member.work.in_flight):
                 return True
             self._lookout.progress(LoopPoint.WAITING)
             self._pursue()
@@ -188,21 +186,21 @@ class Follower:
         group = member.group
         if member.leaving or self._exchanges.expelled or not member.script.is_at(group):
             return Flag.NONE
-        if member.eras is not None and member.follows:
-            if not member.eras.complete:
+        if member.follows:
+            if not member.reception.complete:
                 return Flag.NONE
             if not self._hooks.follow_updates:
-                # Else the state is needed as it is before what the script does with that update.
-                member.eras.ask_users_state(group.exchange + 1 + member.work.in_flight)
+                # Else the state is needed as it is before the functions of ``on_update`` are called.
+                member.users_state.ask(group.exchange + 1 + member.work.in_flight)
             return Flag.READY
         late = group.open and not group.phase.present[member.index]
         return Flag.READY if late else Flag.NONE
 
     def make_sure(self, *, ended: bool = False) -> None:
-        """Before the script acts on a phase's opening or end: have the others settled that exchange, too?
+        """Before the script acts on a phase's opening or end, make sure that the others have settled that exchange.
 
-        Whoever does not hold the whole state is taken back to where those are who do. The next exchange shows where
-        they are, and so does the user's state.
+        A worker without the whole state is put back to where the holders of the state are, if they have not. The next
+        exchange shows where they are, and so does the user's state.
         """
         member = self._member
         turned = member.turned
@@ -213,23 +211,20 @@ class Follower:
             self.take_users_state(ended=ended)
 
     def take_users_state(self, *, ended: bool = False) -> None:
-        """Before the first micro-batch of a newcomer: the user's own state, as of now.
+        """Before the first micro-batch of a newcomer: wait for the user's own state, as of now.
 
         ``ended``: as it was at the end of the call that the script is in. Others may have run the code after it.
         """
         member = self._member
         if member.standing is not Standing.ACTIVE:
             return
-        self._checkpoints.install_users_state()
-        eras = member.eras
-        if eras is None:
-            return
+        member.users_state.install_restored(member.script.calls)
         left = member.script.position if ended else None
-        self._lookout.wait_at_rest(lambda: eras.users_state_arrived(member.group, left))
+        self._lookout.wait_at_rest(lambda: member.users_state.arrived(member.group, left))
 
 
 def _may_be_of_update(says: Ticket | None) -> bool:
-    """Whether the others may be at what their scripts do with the last update: an ``evaluate``, or the drain before."""
+    """Whether the others may be in a function of ``on_update``: it opens an ``evaluate``, after a drain."""
     if says is None:
         return False
     return says.kind is Kind.DRAIN or (says.kind is Kind.EVALUATE and bool(says.flags & Flag.OPENING))

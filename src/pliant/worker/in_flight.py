@@ -22,45 +22,45 @@ from pliant.worker.evaluation.outputs import Outputs
 
 
 class InFlight:
-    """A contribution that was handed in and not settled yet."""
+    """A contribution that was handed in and is not settled yet."""
 
     def __init__(self, filled: FlatGradients | None, merged: Tensor | None, drawn: int) -> None:
         self.summation: Any = None
         self.filled = filled
         self.merged = merged
         self.drawn = drawn
-        """micro-batches it consists of"""
+        """how many micro-batches it consists of"""
         self.point = tickets.NOWHERE
         """where they were computed"""
         self.gathered: tuple[list[Ticket], int] | None = None
-        """the tickets, where they were gathered first"""
+        """the tickets and the union of their bitmaps, if they were gathered before the sum was started"""
         self.announced = False
-        """only the ticket is with the others: it says that this worker trains other parameters than were agreed on"""
+        """only the ticket was sent yet, because this worker trains other parameters than were agreed on"""
         self.squares = 0.0
-        """of such a contribution: the squared norm of its mean gradient; the bitmap of its gradients and buffers"""
+        """of an announced contribution: squared norm of its mean gradient, bitmap of gradients and buffers, weight"""
         self.bitmap = 0
         self.weight = 0.0
         self.leaving = False
-        """whether its ticket said that this worker draws no more"""
+        """whether its ticket said that this worker leaves"""
         self.closed = False
-        """whether this worker has taken part in the exchange after it, in the same group"""
+        """whether this worker, a follower, has taken part in the next exchange of the same group already"""
         self.postscript: Tensor | None = None
-        """of a round that is summed in parts: what is said of the contributions after their tickets"""
+        """of a round that is summed in buckets: what the tickets could not say yet"""
         self.given = 0
-        """parts that are being summed"""
+        """how many buckets are being summed"""
         self.squared_norm = 0.0
-        """of those"""
+        """of the buckets that are being summed"""
 
     @property
     def sums(self) -> list[Tensor]:
-        """What is added up."""
+        """All tensors that are summed."""
         if self.filled is not None and self.postscript is not None:
             return [*self.filled.parts, *self.behind]
         return [*(self.filled.flats if self.filled else []), *self.behind]
 
     @property
     def behind(self) -> list[Tensor]:
-        """What is added up behind the gradients."""
+        """The tensors that are summed after the gradients."""
         return [tensor for tensor in (self.merged, self.postscript) if tensor is not None]
 
 
@@ -70,18 +70,18 @@ class Contributions:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.contribution = Contribution(clock())
-        """being filled"""
+        """the one that is being accumulated"""
         self.flight: InFlight | None = None
         self._outside: list[tuple[Contribution, InFlight | None, float]] = []
-        """what lies outside each open phase, and since when, outermost first"""
+        """the contributions of the phases around the present one, outermost first, and when each was put aside"""
         self.drawn_since_update = False
-        """in the loop over batches, since the last update that ``step`` has told of"""
+        """whether a micro-batch of the loop was drawn since ``step`` last returned True"""
         self.outputs = Outputs()
-        """what the present ``evaluate`` has gathered"""
+        """the outputs that the present ``evaluate`` has gathered"""
         self.sum_s = 0.0
-        """what the last summation took"""
+        """seconds of the last summation"""
         self.cost_s = 0.0
-        """what settling, applying and looking ahead took in the last round"""
+        """seconds of settling, applying and looking ahead in the last round"""
 
     @property
     def in_flight(self) -> int:
@@ -90,35 +90,35 @@ class Contributions:
 
     @property
     def drawn(self) -> int:
-        """Micro-batches at the front of this worker's hand that it has drawn already."""
+        """How many micro-batches at the front of this worker's hand it has drawn already."""
         return self.contribution.micro_batches + (self.flight.drawn if self.flight else 0)
 
     @property
     def flights(self) -> list[InFlight]:
-        """All that were handed in and are not settled, whatever phase they are of."""
+        """The contributions in flight, of all phases."""
         found = [self.flight, *(flight for _, flight, _ in self._outside)]
         return [flight for flight in found if flight is not None]
 
     def begin(self) -> None:
-        """The next contribution begins, with nothing in it."""
+        """Start an empty contribution."""
         self.contribution = Contribution(self._clock())
 
     # -- phases
 
     def enter_phase(self) -> None:
-        """Put aside what lies outside."""
+        """Put the contributions of the outer phase aside."""
         self._outside.append((self.contribution, self.flight, self._clock()))
         self.contribution, self.flight = Contribution(self._clock()), None
 
     def leave_phase(self) -> None:
-        """Go on with what lies outside."""
+        """Go on with the contributions of the outer phase."""
         self.contribution, self.flight, since = self._outside.pop()
         self.contribution.start_s += self._clock() - since
 
     # -- eras
 
     def entry(self, *, active: bool) -> Entry:
-        """What this worker loses and keeps, per open phase from the outermost on."""
+        """How many micro-batches this worker loses and keeps, for each open phase from the outermost on."""
         if not active:
             return Entry(active=False)
         pairs = [(contribution, flight) for contribution, flight, _ in self._outside[1:]]
@@ -129,14 +129,14 @@ class Contributions:
         return Entry(True, dropped, tuple(contribution.micro_batches for contribution, _ in pairs), points)
 
     def lose_flights(self, depth: int) -> None:
-        """What was in flight is lost; what was accumulated since goes on, in the ``depth`` phases that go on."""
+        """Drop what was in flight, and keep what was accumulated since, in the ``depth`` phases that go on."""
         self.flight = None
         self._outside = [(contribution, None, since) for contribution, _, since in self._outside]
         while len(self._outside) > depth:
             self.leave_phase()
 
     def forget(self, depth: int) -> None:
-        """Nothing that was computed is of use; so many phases are open."""
+        """Drop everything that was computed; ``depth`` phases are open."""
         now = self._clock()
         self.outputs.forget()
         self.flight, self.contribution = None, Contribution(now)

@@ -1,10 +1,10 @@
-"""Telling the coordinator what happened.
+"""Reporting to the journal what happened.
 
-Question  What is written down of each era, phase and round, and when is it certain enough to be told?
-Holds     Every record is a function of the tickets, so all workers make the same ones, numbered alike. Lines of an
-          exchange are let go when one has completed to which all came after it: what only a lost worker applied is
-          never told. One worker sends; the others keep theirs until they are on disk, and hand them on with the
-          state: whoever holds the state holds every line that may still be missing.
+Question  What is recorded of each era, phase and round, and when is it certain enough to be sent?
+Holds     Every record is a function of the tickets, so that all workers make the same records with the same numbers.
+          The lines of an exchange are sent only when a later exchange has completed on all members: what only a lost
+          worker has applied is never reported. One worker sends. The others keep their lines until these are on disk,
+          and hand them on with the state: a worker that holds the state holds every line that may still be missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pliant.types import Span
 
 
 class Journal(Protocol):
-    """Who is told what happened: the journal of a job, or nobody."""
+    """What is told what happened: the journal of a job, or nothing."""
 
     def opened(self, group: GroupState, openings: list[Ticket]) -> None: ...
 
@@ -47,7 +47,7 @@ class Journal(Protocol):
 
 
 class NullJournal:
-    """The witness of a script that runs alone."""
+    """Without a job nothing is recorded."""
 
     records = certain = 0
 
@@ -78,7 +78,7 @@ class LineSink(Protocol):
 
 
 class JournalReporter:
-    """The witness of a worker in a job."""
+    """Makes the records of a worker in a job, and sends or keeps them."""
 
     def __init__(self, link: LineSink, settings: Mapping[str, str] | None = None, parameters: str = "") -> None:
         """``settings``, ``parameters``: what all scripts agree on, see ``journal.PolicyRecord``."""
@@ -94,21 +94,21 @@ class JournalReporter:
         """the set of parameters agreed on before the next record"""
 
     def moved(self, link: LineSink) -> None:
-        """Back under a new name, over another line."""
+        """This worker has come back under a new name, over another link."""
         self._link = link
 
     def joined(self, records: int) -> None:
-        """Go on where the group is: what came before is with the others."""
+        """Number from here on: the other members have the earlier records."""
         self._held = []
         self.records = self._joined = records
 
     def state_dict(self) -> dict[str, Any]:
-        """What a newcomer must keep, too."""
+        """The lines that a newcomer must keep as well."""
         lines = [*self._link.unwritten(), *self._held]
         return {"first": self.records - len(lines), "lines": [line.decode() for line in lines]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """A newcomer keeps what was made before it came, as far as it is not on disk."""
+        """Keep the lines that were made before this newcomer came and are not on disk."""
         first: int = state["first"]
         self._link.keep_earlier([line.encode() for line in state["lines"][: max(0, self._joined - first)]], first)
 
@@ -120,16 +120,16 @@ class JournalReporter:
 
     @property
     def certain(self) -> int:
-        """How many of them are of exchanges that all members have settled."""
+        """How many records are of exchanges that all members have settled."""
         return self.records - len(self._held)
 
     def rewound(self, name: str, records: int, worker: str, round_: int) -> None:
-        """``worker`` has read the state as of so many records: the run goes on from there."""
+        """``worker`` has read a checkpoint as of so many records: the run goes on from there."""
         self._write(journal.RewindRecord(name, records, worker, round_))
 
     def era(self, group: GroupState, entries: Sequence[Entry] | None, *, sends: bool) -> None:
-        """A roster takes effect; ``sends``: this worker tells the journal from now on."""
-        # Only the next exchange shows that all have entered it: until then one may go back to the era before.
+        """A roster takes effect; ``sends``: this worker sends the lines from now on."""
+        # Only the next exchange shows that all have entered it; until then a member may go back to the era before.
         self._write(
             journal.EraRecord(
                 era=group.era,

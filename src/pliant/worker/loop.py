@@ -1,10 +1,10 @@
 """The worker's loop: open, draw, contribute, hand in, settle.
 
 Question  In which order does one worker do what the group has decided?
-Holds     It waits for the group only when it has nothing it may compute. All micro-batches of a contribution are
-          computed at one point of the weights. After ``step`` has returned True the model holds the plain weights until
-          the next draw. When its era is over it settles nothing more of it, and goes on in the next one with what it
-          has accumulated.
+Holds     A worker waits for the group only when it has nothing that it may compute. All micro-batches of a contribution
+          are computed at the same weights. After ``step`` has returned True the model holds the plain weights until the
+          next draw. When an era is over the worker settles nothing more of it; what it has accumulated goes into the
+          next era.
 Source    ABS-SGD (Zhou et al. 2023); docs/protocol.md has the states and events, docs/design/0007-elastic.md the eras.
 
 One exchange after another, for worker i with an overlap (delay 1):
@@ -12,15 +12,15 @@ One exchange after another, for worker i with an overlap (delay 1):
     draw … draw   hand in C1   draw … draw   settle 1, hand in C2, apply 1   draw … draw   settle 2, hand in C3, …
                   └─────── C1 is summed ───────┘         └───────── C2 is summed ────────────┘
 
-The way of a sample, and who answers for each part of it:
+The way of a sample, and the part that does each step:
 
-    open            all enter the phase, its first positions are dealt      settle.Exchanges.open
-    draw            the next micro-batch that may be drawn                  draw.Bounds.next
-    contribute      its gradients lie in the buffer                         in_flight.Work.contribution
-    step            hand in, if due; settle, if the sum is there; apply     submit.HandingIn, settle.Exchanges
+    open            all enter the phase, its first positions are dealt      settle.Settlement.open
+    draw            the next micro-batch that may be drawn                  draw.DrawLimits.next
+    contribute      its gradients are added to the buffer                   in_flight.Contributions.contribution
+    step            hand in, if due; settle, if the sum is there; apply     submit.Submission, settle.Settlement
 
-A worker that has no say goes along (follow), one whose era ends gets into the next (elastic.transition), and
-whatever it waits for, it looks around meanwhile (poll).
+A worker without a vote follows the exchanges of the others (follow). A worker whose era ends enters the next one
+(elastic.transition). While it waits for anything, it polls (poll).
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ from pliant.core.group_state import FinishedPhase, GroupState, Standing
 from pliant.core.ledger import MicroBatch, samples_of
 from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Sums
-from pliant.errors import Left, RunEnded, UsageError
+from pliant.errors import Left, UsageError
 from pliant.types import WorkerId
 from pliant.worker.checkpoint_schedule import CheckpointSchedule
 from pliant.worker.checkpoint_writer import CheckpointWriter
 from pliant.worker.collectives import Answer, Collectives
 from pliant.worker.draw import DrawLimits
-from pliant.worker.elastic.eras import Eras
+from pliant.worker.elastic.donor import NO_LINES, StateLines
+from pliant.worker.elastic.enrolment import Enrolment, Solo
 from pliant.worker.elastic.rendezvous import EraBroken, Evicted
 from pliant.worker.elastic.transition import EraTransition
 from pliant.worker.follow import Follower
@@ -58,8 +59,8 @@ from pliant.worker.submit import BucketReady, Submission
 from pliant.worker.training import Training
 from pliant.worker.worker_state import WorkerState
 
-# How long the first sum after a loss is waited for, with an overlap too: mostly it is in by then, and the update comes
-# a whole contribution earlier.
+# How long to wait for the first sum after a lost worker, even with an overlap: usually it arrives within this time, and
+# the update is made a whole contribution earlier.
 _SOON_S = 0.03
 
 
@@ -73,8 +74,9 @@ class Worker:
         channel: Any,
         training: Training,
         witness: Journal,
+        enrolment: Enrolment | Solo,
         *,
-        eras: Eras | None = None,
+        lines: StateLines = NO_LINES,
         check: Callable[[], None] | None = None,
         saving: CheckpointWriter | None = None,
         carried: Mapping[str, Any] | None = None,
@@ -83,32 +85,35 @@ class Worker:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.training = training
-        self._eras = eras
+        self._enrolment = enrolment
         self._clock = clock
         self._sleep = sleep
         self._slowdown = 1.0 / pace - 1.0
-        member = self._member = WorkerState(me, group, training, witness, eras, clock)
+        carried = carried or {"state": {}}
+        member = self._member = WorkerState(me, group, training, witness, enrolment, lines, carried, clock)
         self._channels = Collectives(channel)
         self._checkpoints = CheckpointSchedule(member, saving, carried)
         self._lookout = Poller(member, self._channels, self._checkpoints, check, clock, sleep)
         self._bounds = DrawLimits(member, clock)
-        self._crossing: EraTransition | None = None
-        if eras is not None:
-            self._crossing = EraTransition(member, eras, self._channels, self._lookout, self._checkpoints)
+        self._crossing = (
+            enrolment
+            if isinstance(enrolment, Solo)
+            else EraTransition(member, enrolment, self._channels, self._lookout, self._checkpoints)
+        )
         self._handing = Submission(member, self._channels, self._lookout, clock)
-        self.hooks = Hooks(member, self._lookout, self._checkpoints)
+        self.hooks = Hooks(member, self._lookout)
         self._exchanges = Settlement(
             member, self._channels, self._lookout, self._bounds, self._handing, self._crossing, self.hooks, clock
         )
         self._following = Follower(
-            member, self._channels, self._lookout, self._handing, self._exchanges, self._checkpoints, self.hooks, sleep
+            member, self._channels, self._lookout, self._handing, self._exchanges, self.hooks, sleep
         )
 
     # -- facts
 
     @property
     def me(self) -> WorkerId:
-        """Its name; another one after a return."""
+        """Its name. A worker that was taken off the roster comes back under another one."""
         return self._member.me
 
     @property
@@ -121,18 +126,13 @@ class Worker:
         return self._member.standing
 
     @property
-    def last(self) -> Settled | None:
-        """The last settled exchange."""
-        return self._exchanges.last
-
-    @property
     def last_trained(self) -> Settled | None:
         """The last settled round of a training phase."""
         return self._exchanges.last_trained
 
     @property
     def applied_rate(self) -> float:
-        """What the last update was made with."""
+        """The learning rate of the last update."""
         return self._exchanges.applied_rate
 
     @property
@@ -143,33 +143,26 @@ class Worker:
 
     @property
     def leads(self) -> bool:
-        """Whether it prints and writes for the group now; not while its script catches up with the others'."""
+        """Whether it prints and writes for the group now. False while its script is behind those of the others."""
         group = self.group
         return group.era > 0 and group.roster[0] == self.me and not self._member.script.is_behind(group)
 
-    def past(self, epoch: int) -> bool:
-        """Whether the group is beyond ``epoch`` already: a newcomer passes over it."""
-        known = [self.group.past.epoch, *(phase.epoch for phase in self.group.open)]
-        if self._eras is not None:
-            known.append(self._eras.last_past_epoch())
-        return max(known, default=-1) > epoch
-
     def limit(self, samples: int | None, updates: int | None) -> None:
         """End training phases where this many samples or updates in all are reached; the same call on every worker."""
-        self._member.group = replace(self.group, samples_limit=samples, updates_limit=updates)
+        self._member.advance(replace(self.group, samples_limit=samples, updates_limit=updates))
 
     @property
     def clip_norm(self) -> float | None:
-        """The bound on the gradient's norm: what the script has set last, or what is in force."""
+        """The bound on the gradient's norm: the last one the script has set, or else the one in force."""
         wanted = self._member.clip_norm
         return self.training.clip_norm if wanted is None else wanted or None
 
     def set_clip_norm(self, bound: float | None) -> None:
-        """Ask for another one: in force as soon as all scripts that ask for one ask for the same."""
+        """Ask for another bound. It is in force once all scripts that ask for one ask for the same."""
         self._member.clip_norm = bound or 0.0
 
     def upcoming(self) -> tuple[MicroBatch, ...]:
-        """What this worker will draw after the last drawn micro-batch, as far as it is dealt."""
+        """The micro-batches dealt to this worker that it has not drawn yet."""
         return self._bounds.upcoming()
 
     # -- open
@@ -194,12 +187,12 @@ class Worker:
         return answer
 
     def _opened(self, call: ScriptCall) -> int | FinishedPhase:
-        past = self._crossing.become_member(call) if self._crossing is not None else None
+        past = self._crossing.become_member(call)
         if past is not None:
             return past
         script = self._member.script
         self._exchanges.finish_draining()
-        # Left over where an era has ended in between. The state that is taken over below is the one after that code.
+        # Still due if an era has ended in between. The state that is taken over below is the one after that code.
         self._exchanges.follow_update()
         while True:
             past = script.past(self.group)
@@ -213,14 +206,17 @@ class Worker:
                 return phase
             self._look_around()
             if len(self.group.open) >= script.depth or self._comes_back_into_body():
-                # The group is in a call that this script does not make, or may not make the one that it makes.
+                # The group is in a call that this script does not make, or the group may not make this script's call.
                 self._following.follow()
                 continue
             inner = Flag.INNER if script.is_in_ended_loop else Flag.NONE
             self._exchanges.open(call, inner | self._following.readiness())
 
     def _comes_back_into_body(self) -> bool:
-        """Whether a sleeper is in the body of a loop that others compute now: they say whether a call is made in it."""
+        """Whether this worker was away and its script is in the body of a loop that others compute now.
+
+        Those others decide whether a call is made in that body.
+        """
         group, member = self.group, self._member
         return bool(group.open) and member.follows and any(allowance.speaks(group, m) for m in range(len(group.roster)))
 
@@ -235,7 +231,7 @@ class Worker:
         while self._still_in(phase):
             self._look_around()
             if not self._member.is_in(phase):
-                # It has ended while the script was in what it does with an update.
+                # It has ended while a function of ``on_update`` was running.
                 continue
             if not self._speaks(phase):
                 self._following.follow()
@@ -254,15 +250,15 @@ class Worker:
         return None
 
     def _look_around(self) -> None:
-        """Between two exchanges."""
+        """What is done between two exchanges: polling, and the functions of the script that are due."""
         self._lookout.look()
-        # Left over where an era has ended in between.
+        # Still due if an era has ended in between.
         self._exchanges.follow_update()
         self._lookout.rest()
         self.hooks.look()
 
     def _drawn(self, micro_batch: MicroBatch) -> None:
-        """The script's loop body is next; with a contribution in flight it computes at the look-ahead point."""
+        """The script's loop body runs next. With a contribution in flight it computes at the look-ahead point."""
         work = self._member.work
         self._following.take_users_state()
         self.training.settle_set()
@@ -281,7 +277,7 @@ class Worker:
         return self.group.phase.number == phase and self._member.speaks
 
     def _still_in(self, phase: int) -> bool:
-        """Whether ``phase`` goes on; where it has ended, its buffers are made equal."""
+        """Whether ``phase`` goes on. If it has ended, the buffers are made equal on all workers."""
         self._enter_again(phase)
         if self._member.is_in(phase):
             return True
@@ -289,26 +285,27 @@ class Worker:
         return False
 
     def _enter_again(self, phase: int) -> None:
-        """The run has begun anew while this script was in its first call: enter that once more."""
+        """Enter the script's first call once more if the run has begun anew meanwhile."""
         call = self._member.script.innermost
         if phase > self.group.phases and call is not None:
             self._opened(call)
 
     def _come_to_the_end(self, phase: int) -> None:
-        """The phase is over, the script's code inside it has run, and that after it is next."""
+        """The phase is over: before the script's code after it runs, hold the state that this code needs."""
         self._exchanges.finish_draining()
         self._exchanges.follow_update()
         self._following.make_sure(ended=True)
         self._stay_without_state()
-        if self._exchanges.somebody_lacks_state(phase) and self._eras is not None:
-            self._eras.keep_users_state(self._member.script.position)
+        script, users_state = self._member.script, self._member.users_state
+        if users_state.is_expected_at_end(phase, around=script.depth > 1):
+            users_state.keep_at_end(script.position)
             self._lookout.rest()
         self._lookout.progress()
 
     def _stay_without_state(self) -> None:
-        """Who does not hold the state does not run the code after the last call: it would do so on wrong weights.
+        """Wait here without the state: the code after the last call must not run on wrong weights.
 
-        Until the group is in a later call, the one that has ended may be the last one.
+        A call that has ended may be the last one as long as the group is in no later call.
         """
         member = self._member
         # In the body of a loop a call that is over is followed by the rest of that body.
@@ -321,20 +318,19 @@ class Worker:
             self._depart()
 
     def _depart(self) -> None:
-        """The run is over, and this worker does not hold its outcome."""
+        """Leave: the run is over, and this worker does not hold the final state."""
         self._member.witness.confirmed()
-        if self._eras is not None:
-            self._eras.place.link.send_lines_again()
-            self._eras.place.link.finish(left=True, over=True)
+        self._enrolment.send_lines_again()
+        self._enrolment.finish(left=True, over=True)
         raise Left
 
     def leave_if_late(self) -> None:
-        """The script is at the end of its epochs: if all of them were over before it came, it has nothing to go on."""
-        if self._eras is not None and not self._eras.enlisted and self._member.follows:
+        """Leave at the end of the script's epochs if this worker came after all of them."""
+        if not self._enrolment.enlisted and self._member.follows:
             self._depart()
 
     def _settled_soon(self) -> bool:
-        """After a loss the run has stood still: make the first update before the next micro-batch, if that is quick."""
+        """Settle the first round after a lost worker before the next micro-batch, if its sum arrives quickly."""
         work = self._member.work
         flight = work.flight
         if flight is None or not self.group.phase.resumed or work.contribution.micro_batches:
@@ -349,39 +345,39 @@ class Worker:
     def contribute(
         self, weight: float, loss_sum: Tensor | float, compute: Callable[[BucketReady | None], None], *, whole: bool
     ) -> None:
-        """Have the gradients of a drawn micro-batch computed; ``whole``: nothing more of it will come.
+        """Compute the gradients of a drawn micro-batch; ``whole``: there is no second backward pass for it.
 
-        ``compute`` adds them to the buffer. Where a synchronous round waits for nothing but them, the group sums each
-        part of them as soon as ``compute`` tells that it is complete.
+        ``compute`` adds them to the buffer. If a synchronous round waits for nothing else, the group sums each bucket
+        of them as soon as ``compute`` reports that it is complete.
         """
         gradients = self.training.gradients
         if whole and gradients.orderly and self._hands_in_early():
             self._member.work.contribution.add(weight, loss_sum)
             self._handing.hand_in_while(compute)
             return
-        # The first time nobody relies on what it tells.
+        # The first time its reports are only checked.
         tells = whole and gradients.orderly is None and self._hands_in_early()
         try:
             compute((lambda _: None) if tells else None)
         except Exception:
-            # The script may catch it (out of memory) and go on: half a gradient must not.
+            # The script may catch it (out of memory) and go on; half a gradient must not count.
             self._leave_out()
             raise
         self.contributed(weight, loss_sum)
 
     def _leave_out(self) -> None:
-        """A backward pass has failed: what this worker has computed for the coming update has no part in it."""
+        """A backward pass has failed: nothing that this worker has computed for the coming update counts."""
         self.training.gradients.discard()
         self._member.work.contribution.leave_out()
 
     @property
     def may_repeat(self) -> bool:
-        """Whether the micro-batch that was drawn last is still part of what is accumulated here."""
+        """Whether the last drawn micro-batch is still in the contribution that is being accumulated."""
         return self._member.work.contribution.micro_batches > 0
 
     def _hands_in_early(self) -> bool:
-        """Whether the micro-batch that was just drawn is the last one that a synchronous round waits for."""
-        # An emulated device sleeps after the pass: its gradients would be there too soon.
+        """Whether a synchronous round waits for nothing but the micro-batch that was just drawn."""
+        # An emulated slow device sleeps after the backward pass: its gradients would be ready too soon.
         if self._slowdown > 0 or self._lookout.broken is not None or self.training.ahead:
             return False
         if not self._handing.in_parts(self.group.trained) or self._handing.changes_set:
@@ -391,9 +387,9 @@ class Worker:
     def contributed(
         self, weight: float, loss_sum: Tensor | float, sums: Sums = (), output: bytes | None = None
     ) -> None:
-        """A drawn micro-batch is computed; its gradients lie in the buffer.
+        """A drawn micro-batch is computed; its gradients are in the buffer.
 
-        ``sums``, ``output``: what an ``evaluate`` has measured beside, and what it gathers.
+        ``sums``, ``output``: further means of an ``evaluate``, and the outputs that it gathers.
         """
         mine = self._member.work.contribution
         mine.add(weight, loss_sum)
@@ -424,25 +420,25 @@ class Worker:
         if self._bounds.next() is not None and not work.flight.summation.over:
             return False
         outcome = self._exchanges.settle(in_body=True)
-        # The script's own code is next: how far it is has to be known while it is in there.
+        # The script's own code runs next; the coordinator must know the position meanwhile.
         self._lookout.progress()
         if outcome.kind is Kind.TRAIN:
-            # An exchange of an ``evaluate`` in the loop's body says nothing about the loop.
+            # An exchange of an ``evaluate`` in the loop's body is no update of the loop.
             work.drawn_since_update = not outcome.seen
         if outcome.ended:
             self._member.script.ended_in_body()
-        # An ``evaluate`` in what follows an update may have lasted longer than this worker's place in the group.
+        # This worker may have been taken off the roster during an ``evaluate`` in a function of ``on_update``.
         return outcome.seen and not self._member.follows
 
     def _hand_in(self, flags: Flag = Flag.NONE) -> None:
-        """Nothing is in flight: return to the plain weights and begin the summation."""
+        """Return to the plain weights and start the summation. Nothing else is in flight."""
         self.training.back()
         self._handing.hand_in(flags)
 
     # -- leave a phase, the run
 
     def abandon(self, phase: int) -> None:
-        """The user's loop was left early: hand in what there is and end the phase for all."""
+        """The user's loop was left early: hand in what is accumulated and end the phase on all workers."""
         self._member.work.contribution.undraw()
         self._through(lambda: self._abandoned(phase))
         self.left()
@@ -457,7 +453,7 @@ class Worker:
         if member.is_in(phase) and member.work.flight is not None:
             self._exchanges.settle(Flag.BREAK)
         if member.is_in(phase) and member.follows:
-            # Its weights differ: what it says counts again when it holds the others'.
+            # Its weights differ: it has no vote until it holds those of the others.
             self._abandoned(phase)
             return
         if member.is_in(phase) and member.work.flight is None:
@@ -473,18 +469,18 @@ class Worker:
         return past
 
     def note_progress(self) -> None:
-        """This worker computes, though no exchange shows it."""
+        """Report that this worker computes; no exchange shows it."""
         self._lookout.progress(LoopPoint.COMPUTING)
 
     def busy(self, what: str, seconds: float | None) -> AbstractContextManager[None]:
-        """The script does something of its own for a while: the others need not wait for it."""
+        """While the script does something else (saving, uploading): the others need not wait for it."""
         return self._lookout.busy(what, seconds)
 
     def gathered(self, phase: int, *, everywhere: bool) -> list[tuple[MicroBatch, bytes]] | None:
-        """What an ``evaluate`` that has just ended has gathered, as far as this worker has it.
+        """The outputs that this worker holds of an ``evaluate`` that has just ended.
 
-        None on those who are not to have it: all but the first who holds the state, unless it is wanted
-        ``everywhere``; and whoever does not hold the state, which cannot compute what it lacks.
+        None on workers that are not to return them: on all but the first one that holds the state, unless they are
+        wanted ``everywhere``; and on a worker without the state, which could not compute missing ones.
         """
         member = self._member
         found = member.work.outputs.taken(phase)
@@ -496,19 +492,17 @@ class Worker:
         """Leave the run together with all others. Raises ``Left`` where this worker does not hold the final state."""
         self._through(self._ended)
         self._member.witness.confirmed()
-        if self._eras is not None:
-            # Whoever sends them may not get to it, and nobody keeps them any longer.
-            self._eras.place.link.send_lines_again()
-        if self._member.follows or (self._eras is not None and not self._eras.holds_all):
+        self._enrolment.send_lines_again()
+        if self._member.follows or not self._member.reception.holds_all:
             raise Left
 
     def _ended(self) -> None:
-        if self._eras is not None and not self._eras.enlisted:
+        if not self._enrolment.enlisted:
             return
         self._lookout.ending = True
         while not self.group.over:
             self._look_around()
-            # Now: once the others have reached their end, nobody can be asked any more.
+            # Now: the others cannot be asked any more once they have reached their end.
             self._following.take_users_state()
             if self.group.open:
                 self._following.follow()
@@ -517,26 +511,25 @@ class Worker:
             self._exchanges.end()
 
     def leave(self, reason: str) -> None:
-        """Go in good order as soon as the group can do without this worker."""
-        if self._eras is not None:
-            self._eras.leave(reason)
+        """Leave the run as soon as the group has an era without this worker."""
+        self._enrolment.leave(reason)
 
     def close(self) -> None:
-        """Give the group and the optimizer back, whatever is still in flight."""
+        """Release the group and the optimizer, even with a contribution in flight."""
         self.training.close()
         self._channels.close()
-        if self._eras is not None:
-            self._eras.close()
+        self._member.users_state.drop()
+        self._member.donor.close()
+        self._enrolment.close()
 
     # -- from one era into the next
 
     def found(self) -> None:
-        """Enter the first era together with all others (or, coming too late for it, a later one)."""
-        assert self._crossing is not None
+        """Enter the first era together with all others; a later one if that has begun without this worker."""
         self._through(self._crossing.found)
 
     def _through(self, action: Callable[[], Answer], or_else: Answer | None = None) -> Answer:
-        """Do it, in this era or the next; ``or_else``: the outcome of an interrupted action that is not repeated."""
+        """Repeat ``action`` after a change of era until it succeeds; with ``or_else``, return that instead."""
         while True:
             try:
                 return action()
@@ -547,16 +540,14 @@ class Worker:
 
     def _go_on(self, trouble: EraBroken | Evicted) -> None:
         self._exchanges.go_if_expelled()
-        if self._crossing is None:
-            raise RunEnded(str(trouble))
         self._crossing.go_on(trouble)
 
     # -- a run without a coordinator
 
     def restore(self, names: Sequence[str]) -> None:
-        """Alone: go on from the first of these checkpoints that is whole."""
+        """Without a coordinator: go on from the first of these checkpoints that is whole."""
         self._checkpoints.restore(names, 0)
 
     def finished(self) -> None:
-        """Alone: the script has come to its end, and the next one begins anew."""
+        """Without a coordinator: the script has ended, and the next run begins anew."""
         self._checkpoints.end()

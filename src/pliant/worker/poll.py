@@ -1,9 +1,9 @@
-"""What a worker sees to while nothing is computed.
+"""What a worker does between two micro-batches, and while it waits.
 
-Question  What is looked after between two micro-batches, and while a sum is waited for?
-Holds     Looking costs next to nothing. Whatever a worker waits for, it hears that its era or the run is over, serves
-          newcomers, and saves what is due. An era found broken while a round is being settled is remembered: the
-          round is finished, and the worker stops with the next look.
+Question  What is polled between two micro-batches, and while a sum is under way?
+Holds     A poll costs next to nothing. While a worker waits, for whatever it is, it notices that its era or the run is
+          over, serves newcomers, and writes checkpoints that are due. If an era is found broken while a round is being
+          settled, the round is finished first, and the worker stops with the next poll.
 Source    docs/protocol.md ("Unplanned change", "Handing the state on").
 """
 
@@ -20,11 +20,11 @@ from pliant.worker.progress import LoopPoint
 from pliant.worker.worker_state import WorkerState
 
 LOOK_S = 0.002
-"""How long a waiting worker polls before it looks whether its era is over."""
+"""How long a worker waits for a sum at a time before it checks whether its era is over."""
 
 
 class Poller:
-    """One worker's eyes and ears."""
+    """One worker's polling."""
 
     def __init__(
         self,
@@ -41,94 +41,98 @@ class Poller:
         self._check = check
         self._clock = clock
         self._sleep = sleep
-        self.broken: EraBroken | None = None
-        """found while a round was being settled: this worker stops as soon as that is done"""
+        self._broken: EraBroken | None = None
         self.in_hook = False
-        """the script does something with an update now, or is about to: its state is neither that before nor after"""
+        """functions of ``on_update`` run or are due: the user's state is neither that before nor that after them"""
         self.swapped: Callable[[], bool] | None = None
-        """in there: whether the model holds other weights for a while"""
+        """meanwhile: whether the script has put other weights into the model for a while"""
         self.follows_updates = False
-        """whether it does anything with them"""
+        """whether the script has registered a function with ``on_update``"""
         self.ending = False
-        """the script has come to its end"""
+        """the script has ended"""
+
+    @property
+    def broken(self) -> EraBroken | None:
+        """The era was found broken while a round was being settled: this worker stops as soon as that is done."""
+        return self._broken
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Catch an ``EraBroken`` and keep it for the next ``check_era``. The first one counts."""
+        try:
+            yield
+        except EraBroken as broken:
+            self._broken = self._broken or broken
 
     def check_era(self) -> None:
-        """Raise what was remembered while a round was being settled."""
-        broken, self.broken = self.broken, None
+        """Raise the ``EraBroken`` that was kept while a round was being settled."""
+        broken, self._broken = self._broken, None
         if broken is not None:
             raise broken
 
     def look(self) -> None:
-        """Between micro-batches: is the era over, am I asked to go, does a retired group end?"""
+        """Check whether the era is over or this worker is asked to leave, and release groups that have ended."""
         self.check_era()
         if self._check is not None:
             self._check()
-        eras = self._member.eras
-        if eras is None:
-            return
-        eras.place.look(self._member.group.era)
-        if not eras.leaving and eras.place.asked_to_leave:
-            eras.leave("asked by the coordinator")
+        self._member.enrolment.look(self._member.group.era)
         self._channels.tidy()
 
     def rest(self) -> None:
-        """The script's code for the last update has run: newcomers may copy the state, and so may a checkpoint."""
+        """Serve newcomers and save: the script's code for the last update has run, so that the state is consistent."""
         member = self._member
-        eras = member.eras
-        if eras is not None and not self.in_hook:
-            eras.keep_for_latecomers(member.group.exchange if self._somebody_lacks_state() else None)
-        if eras is not None and eras.wanted:
+        if not self.in_hook:
+            member.users_state.keep_for_latecomers(member.group.exchange if self._somebody_lacks_state() else None)
+        if member.donor.wanted:
             if member.follows:
-                eras.refuse(member.group)
+                member.donor.refuse(member.group)
             else:
                 swapped = self.swapped is not None and self.swapped()
-                eras.serve(member.training, member.group, self._checkpoints.users_state, swapped=swapped)
+                member.donor.serve(member.group, swapped=swapped)
         if not self.in_hook:
             self._checkpoints.save()
 
     def _somebody_lacks_state(self) -> bool:
-        """Whether a member that computes, or will, may ask for the user's state when this worker is one further."""
+        """Whether a member may ask for the user's state of now after this worker has made the next update."""
         member = self._member
         if member.follows:
             return False
         if member.fresh or not self.follows_updates or not member.group.open:
             return bool(member.fresh)
-        # Spares run what follows an update, but not the code in the loop.
+        # Members without samples call the functions of ``on_update``, but do not run the code in the loop.
         phase = member.group.phase
         return not all(phase.took_part[index] for index in member.holders)
 
     def progress(self, at: LoopPoint = LoopPoint.ELSEWHERE) -> None:
-        """Note how far this worker is."""
-        member = self._member
-        if member.eras is not None:
-            member.eras.progress(member.group, member.standing, self._clock(), at, ending=self.ending)
+        """Note the position of the main loop."""
+        member, holds_all = self._member, self._member.reception.holds_all
+        member.enrolment.progress(
+            member.group, member.standing, self._clock(), at, holds_all=holds_all, ending=self.ending
+        )
 
     @contextmanager
     def busy(self, what: str, seconds: float | None) -> Iterator[None]:
-        """The script does something of its own for a while: the others need not wait for it."""
-        eras = self._member.eras
-        if eras is None:
-            yield
-            return
+        """While the script does something else (saving, uploading): the others need not wait for it."""
+        enrolment = self._member.enrolment
         start_s = self._clock()
-        eras.loop.begin(what, seconds)
+        enrolment.loop.begin(what, seconds)
         self.progress()
-        eras.place.link.tell_position()
+        enrolment.tell_position()
         try:
             yield
         finally:
-            eras.loop.end(self._clock() - start_s)
+            enrolment.loop.end(self._clock() - start_s)
             self.progress()
-            eras.place.link.tell_position()
+            enrolment.tell_position()
 
     def wait(self, summation: Any, meanwhile: Callable[[], None] | None = None) -> float:
-        """Wait until the exchange is over; the seconds it took. Raises when the era or the run has ended instead."""
+        """Wait until the exchange is over; returns the seconds it took. Raises if the era or the run ends meanwhile."""
         start = self._clock()
         if not summation.over:
             self.progress(LoopPoint.WAITING)
             while not summation.wait(LOOK_S):
                 self.look()
-                # The script's code for the last update has run: a newcomer may be waiting for just that.
+                # The script's code for the last update has run: a newcomer may be waiting for this state.
                 self.rest()
                 if meanwhile is not None:
                     meanwhile()
@@ -136,22 +140,22 @@ class Poller:
         return self._clock() - start
 
     def wait_briefly(self, summation: Any, at_most_s: float) -> float:
-        """The same for so long at most, without a rest: the update that it is for has not been made."""
+        """Wait for a limited time, without ``rest``: the update of the sum has not been made."""
         start = self._clock()
         while not summation.wait(LOOK_S) and self._clock() - start < at_most_s:
             self.look()
         return self._clock() - start
 
     def wait_at_rest(self, arrived: Callable[[], bool]) -> None:
-        """Wait for something other than an exchange."""
+        """Wait until ``arrived``: for something other than an exchange."""
         while not arrived():
             self.look()
-            # Another newcomer may ask here, and is to ask elsewhere.
+            # Another newcomer may ask here, and must be told to ask another member.
             self.rest()
             self._sleep(LOOK_S)
 
     def wait_blindly(self, over: Callable[[], bool], at_most_s: float) -> None:
-        """Wait for so long at most without a look: this worker's last era is over."""
+        """Wait until ``over``, for a limited time, without polling: this worker's last era has ended."""
         deadline_s = self._clock() + at_most_s
         while not over() and self._clock() < deadline_s:
             self._sleep(LOOK_S)

@@ -1,9 +1,9 @@
 """What the coordinator hears about a worker's main loop.
 
-Question  Does the main loop get on, wait, or do something of its own, for how long, and what would a return cost?
-Holds     Noting costs next to nothing. A step of the loop lasts from the draw of a micro-batch until something else
-          happens than that its samples are there; what the script has said that it is busy with is no step. Of a new
-          phase no step is known before its first one is done.
+Question  Does the main loop make progress, wait, or do something else, for how long, and what would a return cost?
+Holds     Noting costs next to nothing. A step of the loop lasts from the draw of a micro-batch until the next event
+          other than the arrival of its samples. Time that the script has announced as busy is no step. The usual step
+          of a phase is unknown until its first one is done.
 Source    docs/design/0022-slow-is-not-hung.md.
 """
 
@@ -15,12 +15,12 @@ from pliant.control.link import Position
 from pliant.core.group_state import GroupState, Standing
 from pliant.types import WorkerId
 
-# A step that takes another time than usual is believed by a fifth: about ten of them make a new habit.
+# The usual time of a step is a moving average: about ten steps make a new one.
 _KEEP = 0.8
 
 
 class LoopPoint(enum.Enum):
-    """What the main loop has come to."""
+    """Where the main loop is."""
 
     ELSEWHERE = "the script's own code, or Pliant's"
     DRAWING = "a micro-batch is drawn, its samples are fetched"
@@ -29,22 +29,22 @@ class LoopPoint(enum.Enum):
 
 
 FIRST_TIME_S = 5.0
-"""Who says that it is busy expects to be away for a while; the second time the first one is remembered."""
+"""Expected length of a first busy time without a given one. Later ones are expected to last as long as the last."""
 
 
 class Progress:
-    """One worker's own account of itself."""
+    """One worker's account of its main loop."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._usual_s = 0.0
         self._since_s: float | None = None
-        """when the step under way began; None: none is"""
+        """when the step under way began; None: there is none"""
         self._phase: int | None = None
         self._busy: list[tuple[str, float]] = []
-        """what the script is busy with, and how long that takes, innermost last"""
+        """what the script is busy with, and the expected seconds, innermost last"""
         self._took_s: dict[str, float] = {}
-        """how long it took the last time"""
+        """the seconds it took the last time"""
         self._taking_since_s: float | None = None
         self._handoff_s = 0.0
 
@@ -59,7 +59,7 @@ class Progress:
         at: LoopPoint,
         ending: bool,
     ) -> Position:
-        """How far the main loop is."""
+        """The position of the main loop."""
         self._count(group, standing, now_s, at)
         waiting = at is LoopPoint.WAITING
         self._time_handoff(now_s, holds_all=holds_all)
@@ -85,7 +85,7 @@ class Progress:
         # Between two phases the steps of the last one are what is usual.
         phase = group.phase.number if group.open else self._phase
         if standing is not Standing.ACTIVE or phase != self._phase:
-            # Before its first contribution (compilation, a longer sample) a step may take any time.
+            # Before the first contribution (compilation, a longer sample) a step may take any time.
             self._usual_s, self._since_s = 0.0, None
         self._phase = phase
         if at is LoopPoint.COMPUTING:
@@ -102,19 +102,19 @@ class Progress:
             self._handoff_s, self._taking_since_s = now_s - self._taking_since_s, None
 
     def begin(self, what: str, seconds: float | None) -> None:
-        """The script does something of its own."""
+        """The script is busy with ``what`` from now on."""
         self._busy.append((what, self._took_s.get(what, FIRST_TIME_S) if seconds is None else seconds))
-        # The step that it interrupts says nothing about the usual one.
+        # A step that is interrupted says nothing about the usual one.
         self._since_s = None
 
     def end(self, took_s: float) -> None:
-        """It is done with what it began last."""
+        """The last busy time has ended."""
         what, _ = self._busy.pop()
         self._took_s[what] = took_s
 
 
 def _pace(group: GroupState, me: WorkerId) -> float:
-    """Samples per second; 0: not known."""
+    """This worker's samples per second; 0: unknown."""
     if not group.training.measured or me not in group.roster:
         return 0.0
     return group.training.paces()[group.roster.index(me)]

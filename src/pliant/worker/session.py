@@ -1,9 +1,9 @@
-"""Becoming a member of a group, and ceasing to be one.
+"""Join, finish and fail: a script's part in a run, from ``join`` to the end.
 
-Question  How does a script that calls ``join`` find its job and its place, and how does it leave?
-Holds     The same object whether there is a job or not. Before the first exchange everybody holds the leader's weights,
-          buffers, optimizer and user's state. A worker that fails says so before it goes; one that ends because of
-          others ends quietly, for the coordinator has already said why.
+Question  How does a script that calls ``join`` find its job, which parts is its worker made of, and how does it leave?
+Holds     The script gets the same object with and without a job. Before the first exchange all workers hold the
+          leader's weights, buffers, optimizer state and user's state. A worker that fails reports why before it exits;
+          one that ends because of others prints nothing, because the coordinator has already reported why.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 from safetensors import SafetensorError
@@ -28,29 +29,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pliant.control.link import Link
+from pliant.control.messages import Signature
 from pliant.control.tls import client_context
 from pliant.core.group_state import Policy, Standing, founded
 from pliant.core.journal import records as journal
 from pliant.core.membership.shutdown import QUIET_EXIT
 from pliant.environment import Job, current_job
-from pliant.errors import Drifted, Left, PliantError, RunEnded, Stopped, Unsupported, UsageError
+from pliant.errors import Left, PliantError, RunEnded, Stopped, UsageError
 from pliant.tensors import checkpoint, handoff, weights
 from pliant.tensors import serialize as states
 from pliant.tensors.process_group import gloo as groups
 from pliant.tensors.process_group import nccl
 from pliant.types import WorkerId
 from pliant.worker.checkpoint_writer import CheckpointWriter
-from pliant.worker.elastic.catch_up import install_state, stated
-from pliant.worker.elastic.eras import Eras
-from pliant.worker.elastic.rendezvous import PendingGroup, Rendezvous
+from pliant.worker.elastic.donor import StateLines
+from pliant.worker.elastic.enrolment import Enrolment, Solo, depart
+from pliant.worker.elastic.rendezvous import CoordinatorLink, PendingGroup, Rendezvous
 from pliant.worker.elastic.signature import check_device, device_of, signature, summary
 from pliant.worker.journal import JournalReporter, NullJournal
 from pliant.worker.loop import Worker
 from pliant.worker.script.trained_set import all_parameters
+from pliant.worker.snapshot import install_state, stated
 from pliant.worker.training import Training
 
 _ALONE = "alone"
-"""stands for the job of a script that runs without one"""
+"""the name of the job of a script that runs without one"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +66,15 @@ class JoinRequest:
     agreed: dict[str, str]
     """settings that must be equal on all workers, as text"""
     carried: dict[str, Any]
-    """objects with ``state_dict`` and plain values that everybody takes over from the leader"""
+    """objects with ``state_dict`` and plain values that all workers take over from the leader"""
     prepared: Callable[[bool], Training]
-    """the model made ready, for a group or for a run alone"""
+    """makes the model ready, for a group (True) or for a run without one"""
     checkpoint: str | None = None
     """where checkpoints go"""
     checkpoint_every_s: float = math.inf
 
     def saving(self, job: str) -> CheckpointWriter | None:
-        """The checkpoints of this run, if it is to have any."""
+        """What writes the checkpoints of this run, if the script asks for any."""
         if self.checkpoint is None:
             return None
         store = checkpoint.CheckpointStore(self.checkpoint, job)
@@ -79,31 +82,26 @@ class JoinRequest:
 
 
 class Session:
-    """This process's place in a run."""
+    """This process's part in a run."""
 
     def __init__(
         self,
         worker: Worker,
         size: int | None,
         carried: dict[str, Any],
-        eras: Eras | None = None,
+        enrolment: Enrolment | Solo | None = None,
         at_end: Callable[[], None] | None = None,
         run: str = "",
     ) -> None:
         self.worker = worker
         self.size = size
-        """largest micro-batch of this worker, where the launcher sets one"""
+        """largest micro-batch of this worker, if the launcher sets one"""
         self.carried = carried
         self.run = run
-        """tells this run from all others; empty: there is no job"""
-        self._eras = eras
+        """identifies the run; empty without a job"""
+        self.enrolment = enrolment or Solo(worker.finished)
         self._at_end = at_end
-        """what to do with the final state before it is the script's alone"""
-
-    @property
-    def link(self) -> Any:
-        """The line to the coordinator; another one after a return."""
-        return None if self._eras is None else self._eras.place.link
+        """called with the final state in place, before the worker is closed"""
 
     def leave(self, reason: str) -> None:
         """Ask to go; the group goes on without this worker."""
@@ -111,17 +109,15 @@ class Session:
 
     def plan(self, epochs: int | None, samples: int | None) -> None:
         """Tell the coordinator how far the script means to go."""
-        if self.link is not None:
-            self.link.plan(epochs, samples)
+        self.enrolment.plan(epochs, samples)
 
     def finish(self) -> None:
-        """Leave in good order, together with all others."""
+        """Leave at the end of the script, together with all others."""
         try:
             self.worker.end()
         except Left:
             self.worker.close()
-            if self.link is not None:
-                self.link.finish(left=True, over=self.worker.group.over)
+            self.enrolment.finish(left=True, over=self.worker.group.over)
             raise
         except BaseException:
             self.worker.close()
@@ -129,87 +125,63 @@ class Session:
         if self._at_end is not None:
             self._at_end()
         self.worker.close()
-        if self.link is None:
-            self.worker.finished()
-        else:
-            self.link.finish(left=False)
-            if self.link.mailbox.evicted is not None:
-                # Nobody knows of this end, and the others begin anew: a second one may come.
-                raise RunEnded(self.link.mailbox.evicted)
+        self.enrolment.finish(left=False)
 
     def fail(self, error: BaseException, everywhere: str | None = None) -> None:
-        """Leave because of an error. In a job, ends the process where the error is Pliant's own.
+        """Leave because of an error. In a job, this ends the process if the error is one of Pliant's own.
 
-        ``everywhere``: all others would meet it in their turn, and the run ends with this reason.
+        ``everywhere``: all other workers would meet the same error, and the run ends with this reason.
         """
         self.worker.close()
-        if self.link is not None and everywhere is not None:
-            self.link.fail(everywhere, shown=True, fatal=True)
-        elif self.link is not None:
-            _depart(self.link, error)
+        if everywhere is not None:
+            self.enrolment.fail(everywhere)
+        else:
+            self.enrolment.depart(error)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Errors of Pliant's own, in a job, become one line and an exit status."""
+        """Turn Pliant's own errors into one line and an exit status, in a job."""
         try:
             yield
         except PliantError as error:
             self.worker.close()
-            if self.link is None:
-                raise
-            _depart(self.link, error)
-
-
-def _depart(link: Link, error: BaseException) -> None:
-    """Say why and go. A user's exception goes on its way; its traceback is Python's to show."""
-    if isinstance(error, Left):
-        return
-    if isinstance(error, RunEnded):
-        completed = isinstance(error, Stopped) and error.completed
-        raise SystemExit(0 if completed else QUIET_EXIT) from None
-    if isinstance(error, PliantError):
-        own = isinstance(error, Drifted | Unsupported)
-        link.fail(str(error), shown=False, fatal=not own, own=own)
-        raise SystemExit(1) from None
-    if isinstance(error, SystemExit) and not error.code:
-        link.fail("the script called sys.exit before the end of the with block", shown=False)
-        return
-    link.fail(f"{type(error).__name__}: {error}", shown=True)
+            self.enrolment.depart(error)
+            raise
 
 
 def alone(offer: JoinRequest) -> Session:
-    """A group of one: no coordinator, no journal. It goes on from its last checkpoint, if there is one."""
+    """A group of one, without coordinator and journal. It goes on from its last checkpoint, if there is one."""
     me = WorkerId("w0")
     group = founded(offer.policy, era=1, roster=(me,))
     saving = offer.saving(_ALONE)
-    worker = Worker(
-        me, group, groups.Alone(), offer.prepared(False), NullJournal(), saving=saving, carried=offer.carried
-    )
+    training, solo = offer.prepared(False), Solo()
+    worker = Worker(me, group, groups.Alone(), training, NullJournal(), solo, saving=saving, carried=offer.carried)
     names = saving.begun() if saving is not None else []
     if names:
         worker.restore(names)
     return Session(worker, None, offer.carried)
 
 
-_appointed: list[Callable[[JoinRequest], Session]] = []
+_appointed: ContextVar[Callable[[JoinRequest], Session] | None] = ContextVar("appointed", default=None)
 _held: list[Job] = []
-"""the job that this process has, or had, a place in: the coordinator takes a second one for a newcomer's"""
+"""the job that this process has joined: the coordinator would take a second ``join`` for a newcomer's"""
 
 
 @contextmanager
 def appointed(enroll: Callable[[JoinRequest], Session]) -> Iterator[None]:
-    """For scripts that run in this process meanwhile: how their ``join`` finds its place."""
-    _appointed.append(enroll)
+    """Replace how ``join`` finds its group, for what this thread runs meanwhile. Other threads set their own."""
+    before = _appointed.set(enroll)
     try:
         yield
     finally:
-        _appointed.pop()
+        _appointed.reset(before)
 
 
 def enrolled(offer: JoinRequest) -> Session:
-    """The membership in the job that the environment names; a group of one if it names none."""
-    if _appointed:
-        return _appointed[-1](offer)
+    """The session in the job that the environment names; a group of one if it names none."""
+    enroll = _appointed.get()
+    if enroll is not None:
+        return enroll(offer)
     job = current_job()
     if job is None:
         return alone(offer)
@@ -219,19 +191,14 @@ def enrolled(offer: JoinRequest) -> Session:
             "or start each part with a `pliant run` of its own"
         )
     _held.append(job)
-    link = _connected(job)
-    try:
-        return _entered(job, link, offer)
-    except PliantError as error:
-        _depart(link, error)
-        raise
+    return build(lambda: _connected(job), lambda link: job_parts(job, link, offer))
 
 
 def turned_away(error: PliantError) -> None:
-    """What the script asks for is refused before it has a place: in a job, say so there and end the process."""
-    job = None if _appointed else current_job()
+    """The script's settings are refused before it has joined: in a job, report that and end the process."""
+    job = None if _appointed.get() else current_job()
     if job is not None:
-        _depart(_connected(job), error)
+        depart(_connected(job), error)
 
 
 def _connected(job: Job) -> Link:
@@ -246,59 +213,120 @@ def _connected(job: Job) -> Link:
         raise SystemExit(QUIET_EXIT if isinstance(error, RunEnded) else 1) from None
 
 
-def _entered(job: Job, link: Link, offer: JoinRequest) -> Session:
-    check_device(offer.optimizer)
-    donor = handoff.Donor(link.local_address, job.token)
-    training = offer.prepared(True)
-    described = signature(offer.model, offer.optimizer, offer.agreed)
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a worker in a job is made of; the simulator has its own for sockets, threads, tensors and time."""
 
-    def placed(link: Link) -> Rendezvous:
+    policy: Policy
+    signature: Signature
+    carried: dict[str, Any]
+    """objects with ``state_dict`` and plain values that all workers take over from the leader"""
+    training: Training
+    journal: JournalReporter
+    lines: StateLines
+    form: Callable[[Any, int, int, int], PendingGroup]
+    """(link, attempt, place, members) -> a group of several, being formed"""
+    ready: Callable[[Worker], None]
+    """called with the worker before it enters a group"""
+    overdue: Callable[[], Callable[[], None] | None] = lambda: None
+    at_end: Callable[[Worker], None] | None = None
+    """called with the worker in its final state, before it is closed"""
+    saving: CheckpointWriter | None = None
+    pace: float = 1.0
+    size: int | None = None
+    run: str = ""
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+LinkT = TypeVar("LinkT", bound=CoordinatorLink)
+
+
+def build(connect: Callable[[], LinkT], parts_of: Callable[[LinkT], Parts]) -> Session:
+    """Make the worker of a job, and enter the first era unless the run has begun already.
+
+    ``connect`` is called again when this worker comes back under another name; the parts stay.
+    """
+    link = connect()
+    try:
+        return _entered(link, connect, parts_of(link))
+    except PliantError as error:
+        depart(link, error)
+        raise
+
+
+def _entered(link: CoordinatorLink, connect: Callable[[], CoordinatorLink], parts: Parts) -> Session:
+    def placed(link: CoordinatorLink) -> Rendezvous:
         def form(attempt: int, place: int, members: int) -> PendingGroup:
-            return forming(link, attempt, place, members, link.local_address, offer)
+            return _Formed() if members == 1 else parts.form(link, attempt, place, members)
 
-        return Rendezvous(link, form, described, donor.address)
+        address = parts.lines.donor.address
+        return Rendezvous(link, form, parts.signature, address, clock=parts.clock, sleep=parts.sleep)
 
     def come_back() -> Rendezvous:
-        eras.place.link.close()
-        return placed(_connected(job))
+        enrolment.link.close()
+        return placed(connect())
 
-    def share(channel: Any, look: Callable[[], None]) -> None:
-        taken_over(channel, offer, look)
-        training.read_scale()
-
-    witness = JournalReporter(link, described.settings, summary(described))
-    eras = Eras(
-        placed(link),
-        donor,
-        lambda address: handoff.Recipient(address, job.token),
-        {**offer.carried, "journal": witness, "trained": training.trained},
-        share,
-        come_back,
-        lambda: _end_after(job.grace_s),
-    )
-    newcomer = founded(offer.policy, 0, (WorkerId(link.worker),))
+    enrolment = Enrolment(placed(link), come_back, parts.overdue)
+    newcomer = founded(parts.policy, 0, (WorkerId(link.worker),))
     newcomer = replace(newcomer, standings=(Standing.FOLLOWING,))
     worker = Worker(
         WorkerId(link.worker),
         newcomer,
         groups.Alone(),
-        training,
-        witness,
-        eras=eras,
-        saving=offer.saving(link.mailbox.welcome.job),
-        carried=offer.carried,
-        pace=job.pace,
+        parts.training,
+        parts.journal,
+        enrolment,
+        lines=parts.lines,
+        saving=parts.saving,
+        carried=parts.carried,
+        pace=parts.pace,
+        clock=parts.clock,
+        sleep=parts.sleep,
     )
-    _leave_on_sigterm(worker)
-    if not link.mailbox.welcome.running:
+    parts.ready(worker)
+    if not enrolment.is_running:
         worker.found()
+    at_end = parts.at_end
     return Session(
         worker,
-        job.size,
-        offer.carried,
-        eras,
-        lambda: _leave_weights(worker, offer.model, job.directory),
-        # Of all that names a run only its token is drawn by chance.
+        parts.size,
+        parts.carried,
+        enrolment,
+        None if at_end is None else lambda: at_end(worker),
+        run=parts.run,
+    )
+
+
+def job_parts(job: Job, link: Link, offer: JoinRequest) -> Parts:
+    """The parts of a worker in a real job."""
+    check_device(offer.optimizer)
+    donor = handoff.Donor(link.local_address, job.token)
+    training = offer.prepared(True)
+    described = signature(offer.model, offer.optimizer, offer.agreed)
+
+    def form(link: CoordinatorLink, attempt: int, place: int, members: int) -> PendingGroup:
+        return forming(link, attempt, place, members, link.local_address, offer)
+
+    def share(channel: Any, look: Callable[[], None]) -> None:
+        taken_over(channel, offer, look)
+        training.read_scale()
+
+    return Parts(
+        policy=offer.policy,
+        signature=described,
+        carried=offer.carried,
+        training=training,
+        journal=JournalReporter(link, described.settings, summary(described)),
+        lines=StateLines(donor, lambda address: handoff.Recipient(address, job.token), share),
+        form=form,
+        ready=_leave_on_sigterm,
+        overdue=lambda: _end_after(job.grace_s),
+        at_end=lambda worker: _leave_weights(worker, offer.model, job.directory),
+        saving=offer.saving(link.mailbox.welcome.job),
+        pace=job.pace,
+        size=job.size,
+        # Of everything that identifies a run only its token is random.
         run=journal.digest_of(b"run", job.token.encode()),
     )
 
@@ -316,9 +344,9 @@ def _leave_weights(worker: Worker, model: nn.Module, directory: str) -> None:
 
 
 def _end_after(grace_s: float) -> Callable[[], None]:
-    """A worker that was asked to go and has not gone by then is as good as dead: it makes that true.
+    """Kill this process if it has not left ``grace_s`` after it was asked to.
 
-    The answer calls it off: to be called when it has gone.
+    Returns what calls that off, to be called once it has left.
     """
     ending = threading.Timer(grace_s, os.kill, (os.getpid(), signal.SIGKILL))
     ending.daemon = True
@@ -327,7 +355,7 @@ def _end_after(grace_s: float) -> Callable[[], None]:
 
 
 def _leave_on_sigterm(worker: Worker) -> None:
-    """The first SIGTERM means: go in good order. Outside the main thread Python has no signals."""
+    """Leave the run at the first SIGTERM. Outside the main thread Python has no signals."""
     if threading.current_thread() is not threading.main_thread():
         return
 
@@ -340,7 +368,7 @@ def _leave_on_sigterm(worker: Worker) -> None:
 
 
 class _Formed:
-    """A group of one needs no forming."""
+    """A group of one: nothing has to be formed."""
 
     over, failed = True, False
 
@@ -348,15 +376,13 @@ class _Formed:
         return groups.Alone()
 
     def abandon(self) -> None:
-        """Nothing to give up."""
+        """There is nothing to give up."""
 
 
 def forming(
     link: groups.KeyValue, attempt: int, place: int, members: int, address: str, offer: JoinRequest
 ) -> PendingGroup:
     """The group of an attempt, being formed in the background."""
-    if members == 1:
-        return _Formed()
 
     def make(channel: groups.KeyValue) -> groups.Gloo:
         return formed(channel, attempt, place, members, address, offer)
@@ -375,7 +401,7 @@ def formed(
 
 
 class _Watched:
-    """A group's broadcast that ends when the era does."""
+    """A broadcast in a group that is given up when the era ends."""
 
     def __init__(self, channel: Any, look: Callable[[], None]) -> None:
         self.place: int = channel.place
@@ -387,7 +413,7 @@ class _Watched:
 
 
 def taken_over(channel: Any, offer: JoinRequest, look: Callable[[], None] = lambda: None) -> None:
-    """Everybody takes over the leader's state: tensors in place, objects by ``load_state_dict``, plain values."""
+    """Take over the leader's state: tensors in place, objects by ``load_state_dict``, plain values as they are."""
     if channel.members == 1:
         return
     watched = _Watched(channel, look)

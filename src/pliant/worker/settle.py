@@ -1,9 +1,9 @@
 """A worker's part in an exchange: open, settle, apply.
 
-Question  How does what a worker has accumulated become an update that all make alike?
-Holds     With an overlap, settling a round hands in the following contribution at once and applies after that, so that
-          the sum has the longest possible time. A settled round is applied even where that hand-in fails. The model
-          holds the plain weights whenever something is handed in or applied.
+Question  How does what a worker has accumulated become an update that all workers make alike?
+Holds     With an overlap, the next contribution is handed in as soon as a round is settled, and the update is applied
+          after that, so that the next summation has the longest possible time. A settled round is applied even if that
+          hand-in fails. The model holds the plain weights whenever something is handed in or applied.
 Source    ABS-SGD (Zhou et al. 2023); docs/protocol.md ("One round", "Drift", "Phases").
 """
 
@@ -23,7 +23,7 @@ from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.errors import Drifted, NonFiniteLoss, Refused
 from pliant.worker.collectives import Collectives
 from pliant.worker.draw import DrawLimits
-from pliant.worker.elastic.rendezvous import EraBroken
+from pliant.worker.elastic.enrolment import Solo
 from pliant.worker.elastic.transition import EraTransition
 from pliant.worker.in_flight import InFlight
 from pliant.worker.poll import Poller
@@ -34,7 +34,7 @@ from pliant.worker.worker_state import WorkerState
 
 
 class Settlement:
-    """What one worker hands in, and what it does with the outcome."""
+    """What one worker does with an exchange that is over."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Settlement:
         lookout: Poller,
         bounds: DrawLimits,
         handing: Submission,
-        crossing: EraTransition | None,
+        crossing: EraTransition | Solo,
         hooks: Hooks,
         clock: Callable[[], float],
     ) -> None:
@@ -55,28 +55,16 @@ class Settlement:
         self._handing = handing
         self._hooks = hooks
         self._clock = clock
-        self.last: Settled | None = None
-        """the last settled exchange"""
         self.last_trained: Settled | None = None
         """the last settled round of a training phase"""
         self.applied_rate = member.training.rate
-        self._came_along: set[int] = set()
-        """phases to whose end somebody has come without the user's state of that moment"""
         self.expelled: Drifted | None = None
-        """this worker's weights differ again: it goes when all know"""
-
-    def somebody_lacks_state(self, phase: int) -> bool:
-        """Whether somebody has come to the end of this phase without the user's state of that moment; asked once."""
-        found = phase in self._came_along
-        # Those of the calls around it are asked about later.
-        around = self._member.script.depth > 1
-        self._came_along = {earlier for earlier in self._came_along if around and earlier < phase}
-        return found
+        """this worker's weights differ a second time: it leaves once all have settled the exchange that shows it"""
 
     # -- openings and the end
 
     def open(self, call: ScriptCall, flags: Flag) -> None:
-        """Say which phase this worker enters; the others may open another one before."""
+        """Announce the phase that this worker enters. The others may open another one before it."""
         training = self._member.training
         training.settle_set()
         training.trained.check()
@@ -95,25 +83,21 @@ class Settlement:
         """All have entered the next phase."""
         member = self._member
         before, training = member.group, member.training
-        training.buffers.begin(bitmap >> len(training.parameters), kept=member.eras is not None)
+        training.buffers.begin(bitmap >> len(training.parameters), kept=member.enrolment.has_eras)
         gathered = standings.heard_in_body(before, gathered)
         group = rounds.opened(before, gathered)
         if isinstance(group, Mismatch):
             raise self._refused(group)
         member.witness.opened(group, gathered)
-        member.fresh = standings.fresh(member.fresh, before, group, gathered)
-        if len(group.open) > len(before.open):
-            member.work.enter_phase()
-        member.group = group
-        member.turned = group.exchange
+        member.advance(group, gathered)
         if gathered[consistency.opening(gathered).index(True)].kind is Kind.TRAIN:
             self._adopt(before, gathered)
         plan = consistency.agreed_plan(group, gathered)
         if plan is not None:
-            self._switch(plan)
+            self._crossing.switch(plan)
 
     def end(self) -> None:
-        """Say that this script has come to its end; others may still be in the body of their last loop."""
+        """Announce that this script has ended; others may still be in the body of their last loop."""
         gathered, bitmap = self._exchanged(self._member.ticket(Kind.END, Flag.OPENING), 0, [])
         if gathered[consistency.opening(gathered).index(True)].kind is Kind.END:
             self.conclude(gathered)
@@ -121,14 +105,14 @@ class Settlement:
             self.opened(gathered, bitmap)
 
     def conclude(self, gathered: list[Ticket]) -> None:
-        """Scripts have come to their end."""
+        """Settle an exchange in which scripts have ended."""
         mismatch = consistency.compared(self._member.group, gathered)
         if mismatch:
             raise self._refused(mismatch)
-        self._member.group = rounds.concluded(self._member.group, gathered)
+        self._member.advance(rounds.concluded(self._member.group, gathered))
 
     def _exchanged(self, ticket: Ticket, bitmap: int, sums: list[Tensor]) -> tuple[list[Ticket], int]:
-        """An exchange that nothing can be computed beside: everybody's tickets, and the union of the bitmaps."""
+        """Make an exchange and wait for it: the tickets of all members, and the union of their bitmaps."""
         summation = self._channels.exchange(self._member.packed(ticket, bitmap), sums)
         self._lookout.wait(summation)
         return self._channels.gathered(summation)
@@ -140,7 +124,10 @@ class Settlement:
         return Refused(reason)
 
     def _adopt(self, before: GroupState, tickets: list[Ticket]) -> None:
-        """The group trains other parameters; who goes along, or has just begun, has not run the code that says so."""
+        """Train the set of parameters that the group has agreed on, where this script has not run the code for it.
+
+        That is so on a follower, and on a worker that has just become active.
+        """
         member = self._member
         agreed, me = member.group.trained, before.roster.index(member.me)
         follows = bool(tickets[me].flags & Flag.FOLLOWING)
@@ -148,32 +135,27 @@ class Settlement:
         if me in voters or not (follows or before.open):
             return
         if before.open and not voters and not member.follows:
-            # Nobody has said anything. The script of a checkpoint may have run the code, and only its state says so.
+            # No member had a vote. The script of a checkpoint may have run that code; only its state shows it.
             return
-        # What a newcomer lacks comes with the state, unless it changes meanwhile.
+        # A newcomer gets the set with the state, unless it changes meanwhile.
         if agreed == (before.trained if member.follows else member.training.look()):
             return
         lacking = member.training.adopt(agreed)
-        if lacking and member.eras is not None and member.follows:
-            member.eras.lacks(lacking)
+        if lacking and member.follows:
+            member.reception.lacks(lacking)
         elif lacking:
             raise Drifted(
                 f"{member.me} has taken no part in the rounds in which {member.training.trained.named(lacking)} came "
                 "to be trained, and its optimizer lacks it: it starts again"
             )
 
-    def _switch(self, plan: tuple[int, int], *, closed: bool = False) -> None:
-        # Only a coordinator plans an era.
-        assert self._crossing is not None
-        self._crossing.switch(plan, closed=closed)
-
     # -- settling
 
     def settle(self, following: Flag = Flag.NONE, *, in_body: bool = False) -> Settled:
-        """Wait for the contribution in flight, decide, hand in the following one, apply.
+        """Wait for the contribution in flight, decide, hand in the next one, apply.
 
-        Where the script follows updates, what it does with this one comes before the following is handed in.
-        ``in_body``: ``step`` will say so if the update is seen.
+        With functions of ``on_update`` these run before the next contribution is handed in.
+        ``in_body``: called by ``step``, which returns True if the update is seen by all.
         """
         self._lookout.check_era()
         member, work, flight = self._member, self._member.work, self._member.work.flight
@@ -193,17 +175,17 @@ class Settlement:
         decision = rounds.settled(before, handed_in)
         if isinstance(decision, Mismatch):
             raise self._refused(decision)
-        member.group, outcome = decision
-        member.fresh = standings.fresh(member.fresh, before, member.group, handed_in)
+        group, outcome = decision
+        member.advance(group, handed_in)
         work.flight = None
         is_training = outcome.kind is Kind.TRAIN
         merged = is_training and self._merge(outcome, flight, bitmap)
-        # Whoever went along has handed in nothing to the following round already, in order to see the tickets.
+        # A follower (closed) has taken part in the next exchange already, without a contribution.
         goes_on = not (outcome.ended or outcome.plan or flight.closed)
         followed = is_training and outcome.applied and self._hooks.follow_updates
         if goes_on and not followed and self._overlaps(before) and self._bounds.due_at_once():
             if flight.gathered is not None:
-                # It went along: what it would hand in is the very buffer that is still to be applied.
+                # It followed this round: the buffer that it would hand in now is still to be applied.
                 member.training.gradients.lose(flight.filled)
             self._handing.hand_in_or_remember(following, returning=True)
         if outcome.kind is Kind.EVALUATE:
@@ -217,7 +199,6 @@ class Settlement:
             self._adopt(before, handed_in)
             self._answer_for(outcome)
         member.witness.settled(member.group, outcome, handed_in, self.applied_rate)
-        self.last = outcome
         due = followed and self._is_followed_here(before, outcome)
         behind = is_training and not in_body and (outcome.seen or (followed and not due))
         if behind and not due:
@@ -231,7 +212,7 @@ class Settlement:
             member.undrained = self._is_undrained(merged)
         if due:
             self._hooks.note(outcome, rates, lambda: self._fall_behind(before) if behind else None)
-        # Who has taken part in the exchange after this one already sees first what that is.
+        # A follower that has taken part in the next exchange already looks first at what that is.
         waits = flight.closed and outcome.plan is None and self._lookout.broken is None
         if (followed and not waits and self._follow_update()) or (outcome.plan is not None and not followed):
             self._hand_in_late(before, following)
@@ -241,21 +222,21 @@ class Settlement:
         return outcome
 
     def _is_followed_here(self, before: GroupState, outcome: Settled) -> bool:
-        """Whether this worker holds the whole state after the round, and its script is in that loop."""
+        """Whether ``on_update`` runs here: this worker holds the whole state, and its script is in that loop."""
         script = self._member.script
         return not self._member.follows and script.depth == 1 and script.phase(before) == outcome.phase
 
     def _follow_update(self) -> bool:
-        """Let the script do what it does with each update; whether the era is still the same."""
+        """Call the functions of ``on_update``; whether the era is still the same."""
         era = self._member.group.era
         if self._member.undrained and self._lookout.broken is not None:
-            # What is due comes in the next era.
+            # They are called in the next era.
             return False
         self.follow_update()
         return self._member.group.era == era
 
     def follow_update(self) -> None:
-        """The same where it may be due: the group's buffers come first."""
+        """Call them if they are due, after the buffers are made equal."""
         if self._hooks.due:
             self.finish_draining()
             self._hooks.call()
@@ -271,29 +252,26 @@ class Settlement:
         return postscripts.read(self._member.training.gradients.read(flight.postscript), gathered)
 
     def _overlaps(self, before: GroupState) -> bool:
-        """Whether the following contribution has been computed beside the round just settled, and is handed in now."""
+        """Whether the next contribution was computed during the round just settled, and is handed in now."""
         return before.overlap and self._member.group.overlap
 
     def _switch_or_remember(self, plan: tuple[int, int], *, closed: bool) -> None:
-        """The planned era begins after this exchange."""
-        try:
-            self._switch(plan, closed=closed)
-        except EraBroken as broken:
-            self._lookout.broken = broken
+        """Change to the planned era, which begins after this exchange."""
+        with self._lookout.deferring():
+            self._crossing.switch(plan, closed=closed)
 
     def _hand_in_late(self, before: GroupState, following: Flag) -> None:
-        """The following contribution, after the update: it is of a new era, or the script came first."""
+        """Hand in the next contribution after the update: a new era has begun, or ``on_update`` was called first."""
         member = self._member
         going_on = self._lookout.broken is None and member.work.flight is None and member.group.open
         if going_on and self._overlaps(before) and self._bounds.due_at_once():
             self._handing.hand_in_or_remember(following, returning=False)
 
     def _fall_behind(self, before: GroupState) -> None:
-        """The script's code for this update runs on those who compute, and not here."""
+        """Ask for the user's state: the script's code for this update runs on the workers that compute, not here."""
         member = self._member
-        if member.eras is not None and not member.follows:
-            leaving = member.standing is Standing.LEAVING
-            member.eras.fell_behind(member.training, before, member.group, leaving=leaving)
+        if not member.follows:
+            member.users_state.fell_behind(before, member.group, leaving=member.standing is Standing.LEAVING)
 
     def _give_up_if_hopeless(self) -> None:
         if self._member.group.skipped_in_a_row >= rounds.MAX_SKIPPED_IN_A_ROW:
@@ -305,7 +283,7 @@ class Settlement:
     # -- applying
 
     def _merge(self, outcome: Settled, flight: InFlight, bitmap: int) -> bool:
-        """Return to the plain weights and bring in the group's buffers; whether they are all up to date."""
+        """Return to the plain weights and merge the model's buffers; whether all of them are up to date."""
         training = self._member.training
         training.back()
         merged = outcome.applied and flight.merged is not None
@@ -317,63 +295,61 @@ class Settlement:
         """Make the update that the group has decided on."""
         member, training = self._member, self._member.training
         scheduled = (before.scheduled, member.group.scheduled)
-        averaged = None
-        if member.eras is not None:
-            touched = bitmap & int.from_bytes(outcome.touched, "little") if outcome.touched else bitmap
-            averaged = member.eras.averaged(
-                before.exchange + 1, touched, outcome.factor, scheduled, finite=outcome.finite
-            )
+        touched = bitmap & int.from_bytes(outcome.touched, "little") if outcome.touched else bitmap
+        averaged = member.reception.averaged(
+            before.exchange + 1, touched, outcome.factor, scheduled, finite=outcome.finite
+        )
         self.last_trained = outcome
         self.applied_rate = training.rate * outcome.factor
         training.apply(outcome, flight.filled, bitmap, averaged, measures=outcome.measures)
         training.advance_schedule(*scheduled)
 
     def _weigh(self, outcome: Settled) -> None:
-        """Take a digest where one is due.
+        """Take a digest of the weights if one is due.
 
-        With an overlap after the following contribution is handed in, whatever came before that: who has gone along
-        with it already had none of this round to tell either, and digests of one round are compared.
+        With an overlap the digest is taken after the next contribution is handed in, in every case: only digests of the
+        same round are compared, and a follower's ticket for the next exchange cannot hold one of this round.
         """
         member = self._member
         if outcome.weighs and member.group.round == outcome.round:
             member.training.weigh(outcome.round, drift.turn(outcome.round, member.group.policy.watched))
 
     def _answer_for(self, outcome: Settled) -> None:
-        """Where this worker's weights differ from the others': take the state over like a newcomer, or go.
+        """If this worker's weights differ from the others', take the state over like a newcomer, or leave.
 
-        What it has computed for the following round is of no use.
+        What it has computed for the next round is discarded.
         """
         member, differs = self._member, outcome.drift
         if differs is None or member.index not in differs.named:
             return
-        again = member.index in differs.expelled
-        if again or member.eras is None:
+        again, healed = member.index in differs.expelled, member.enrolment.has_eras
+        if again or not healed:
             error = self.expelled = Drifted(
                 f"{member.me}'s weights differ from the others' after round {differs.round}"
                 f"{', again' if again else ''}: "
                 "look for bad memory, a non-deterministic kernel, or code that changes the weights on one worker only"
             )
-            if member.eras is None:
+            if not healed:
                 raise error
         member.work.begin()
         member.training.cancel_look_ahead()
         member.training.gradients.discard()
         member.training.weighed, member.training.sketch = (0, 0), 0.0
-        member.eras.heal(member.training, member.group, differs.donor)
+        member.users_state.drop()
+        member.reception.heal(member.group, differs.donor)
 
     def go_if_expelled(self) -> None:
-        """The others have settled the exchange that has shown it, or cannot any more."""
+        """Leave now: the others have settled the exchange that shows it, or never will."""
         if self.expelled is not None:
             raise self.expelled
 
     # -- the end of a phase
 
     def _end_phase(self, outcome: Settled, handed_in: list[Ticket], *, merged: bool) -> None:
-        """Everything is applied: forget what a break cut off, make the buffers equal, go back to the outer phase."""
+        """The phase is over and applied: discard what a break cut off, and go back to the outer phase."""
         member, training = self._member, self._member.training
-        member.turned = member.group.exchange
         if standings.somebody_came_along(member.group, handed_in):
-            self._came_along.add(outcome.phase)
+            member.users_state.expect_at_end(outcome.phase)
         self._follow_result(outcome)
         if outcome.kind is Kind.TRAIN:
             if len(member.group.roster) > 1:
@@ -388,28 +364,27 @@ class Settlement:
         member.work.leave_phase()
 
     def _is_undrained(self, merged: bool) -> bool:
-        """Whether the buffers are to be made equal: not merged, for the round was skipped or one has changed first."""
+        """Whether the buffers are still to be made equal: the round was skipped, or one changed for the first time."""
         member = self._member
         return len(member.group.roster) > 1 and bool(member.training.buffers.live) and not merged
 
     def _follow_result(self, outcome: Settled) -> None:
-        """A schedule may follow the results of ``evaluate``: those that every script asks for, outside of its loops."""
+        """Step a schedule that follows results: those of an ``evaluate`` outside of loops, which all scripts call."""
         member = self._member
         top = not member.group.open and not member.group.past.ended_inside
         if outcome.kind is Kind.EVALUATE and top and outcome.result is not None:
             member.training.evaluated(outcome.result)
-            if member.eras is not None:
-                member.eras.evaluated(member.group.exchange, outcome.result)
+            member.reception.evaluated(member.group.exchange, outcome.result)
 
     def finish_draining(self) -> None:
-        """Make the buffers equal on all workers at the end of a phase, where the last round has not done so."""
+        """Make the buffers equal on all workers at the end of a phase, if its last round has not done so."""
         if self._member.undrained:
             mine = self.own_buffers()
             self._exchanged(self._member.ticket(Kind.DRAIN, Flag.NONE), 0, [mine])
             self.drained(mine)
 
     def own_buffers(self) -> Tensor:
-        """This worker's part of a drain."""
+        """This worker's part of the exchange that makes the buffers equal (a drain)."""
         member = self._member
         leader = member.index == member.holders[0]
         mine = member.training.buffers.hand_in(0.0 if member.follows else 1.0, leader=leader)
@@ -417,10 +392,9 @@ class Settlement:
         return mine
 
     def drained(self, summed: Tensor) -> None:
-        """The buffers of all are summed up."""
+        """The sum over the buffers of all workers is here: use their mean."""
         member = self._member
         member.training.buffers.merge(summed, float(len(member.holders)))
         member.undrained = False
-        member.group = rounds.drained(member.group)
-        if member.eras is not None:
-            member.eras.drained(member.group.exchange)
+        member.advance(rounds.drained(member.group))
+        member.reception.drained(member.group.exchange)

@@ -1,10 +1,10 @@
-"""Handing in: a contribution is given to the group.
+"""Hand in: a contribution and its ticket are given to the group.
 
 Question  How does what a worker has accumulated get into the group's sum, and what do the others learn of it?
-Holds     Nothing is given away before it is known that the era goes on. With an overlap the worker goes on in another
-          buffer at once. Where a synchronous round waits for nothing but a worker's last backward pass, its ticket goes
-          ahead of the pass, each part of the gradients follows when it is complete, and a postscript says what the
-          ticket could not say yet; all workers sum the same parts in the same order, whoever is early.
+Holds     Nothing is given away before it is known that the era goes on. With an overlap the worker accumulates in
+          another buffer at once. If a synchronous round waits for nothing but a worker's last backward pass, its ticket
+          is sent before the pass, each bucket of gradients follows when it is complete, and a postscript says what the
+          ticket could not say yet. All workers sum the same buckets in the same order, however early one is.
 Source    ABS-SGD (Zhou et al. 2023); docs/design/0015-parts.md; docs/protocol.md ("One round").
 """
 
@@ -22,13 +22,12 @@ from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.tensors.gradients import FlatGradients
 from pliant.worker.collectives import Collectives
 from pliant.worker.contribution import Contribution
-from pliant.worker.elastic.rendezvous import EraBroken
 from pliant.worker.in_flight import InFlight
 from pliant.worker.poll import Poller
 from pliant.worker.worker_state import WorkerState
 
 BucketReady = Callable[[int], None]
-"""is told of a part of the gradients that is complete"""
+"""called with the number of a bucket of gradients that is complete"""
 
 _LATE = (
     "pliant: a gradient was added to after it had been summed (is a weight shared by segments that are computed again "
@@ -48,10 +47,10 @@ class Submission:
     def hand_in(self, flags: Flag, *, returning: bool = False) -> None:
         """Start the summation of the contribution and begin the next one.
 
-        ``returning``: the round just settled is still to be applied, and its buffer comes back then.
+        ``returning``: the round just settled is still to be applied; its buffer is free after that.
         """
         if self._member.group.phase.kind is Kind.TRAIN:
-            # It has a say from here on, and its script is where the others' are.
+            # From here on it has a vote, and its script is where those of the others are.
             self._member.training.settle_set()
         if self.changes_set:
             self._announce(flags)
@@ -89,7 +88,7 @@ class Submission:
             flight.summation = self._channels.exchange_appended(packed, appendix)
 
     def _filled_in(self, ticket: Ticket, mine: Contribution, flight: InFlight, squared_norm: float = 0.0) -> Ticket:
-        """The ticket with all that is known of the contribution."""
+        """The ticket, with everything that is known of the contribution."""
         member, work, phase = self._member, self._member.work, self._member.group.phase
         flight.leaving = bool(ticket.flags & Flag.LEAVING)
         return replace(
@@ -122,14 +121,14 @@ class Submission:
         return norm * mean * mean
 
     def _inspected(self, mine: Contribution) -> tuple[int, float | None]:
-        """The bitmap of a contribution, and the squared norm of its sum; None if anything is not finite."""
+        """The bitmap of a contribution, and the squared norm of its sum; None if loss or norm is not finite."""
         bitmap = self._bitmap()
-        # Alone the norm is not computed: nobody else can have brought in a bad gradient.
+        # Without a group the norm is not computed: no other worker can have brought in a bad gradient.
         norm = (self._member.training.unscale() or 0.0) if mine.micro_batches else 0.0
         return bitmap, norm if math.isfinite(mine.loss_total() + norm) else None
 
     def _bitmap(self) -> int:
-        """What this contribution has touched."""
+        """Which parameters have a gradient in this contribution, and which buffers have changed."""
         training = self._member.training
         training.check()
         present = training.gradients.present()
@@ -139,12 +138,12 @@ class Submission:
     def given_away(
         self, weight: float, *, overlap: bool, returning: bool
     ) -> tuple[FlatGradients | None, Tensor | None]:
-        """This worker's part of a round's sums: gradients and buffers; ``overlap``: it goes on accumulating."""
+        """This worker's part of a round's sums: gradients and buffers; ``overlap``: it accumulates meanwhile."""
         member, training, merged = self._member, self._member.training, None
         if len(member.group.roster) > 1:
             merged = training.buffers.hand_in(weight, leader=member.index == member.holders[0])
         else:
-            training.buffers.go_alone(kept=member.eras is not None)
+            training.buffers.go_alone(kept=member.enrolment.has_eras)
         return training.gradients.hand_in(overlap=overlap, returning=returning), merged
 
     # -- other parameters than were agreed on
@@ -153,14 +152,14 @@ class Submission:
     def changes_set(self) -> bool:
         """Whether the contribution is for other parameters than were agreed on, and they may count at once.
 
-        With an overlap the agreed layout stays in force for one more round: this contribution goes along in it.
+        With an overlap the agreed layout stays in force for one more round, and this contribution is summed in it.
         """
         group = self._member.group
         waits = group.open and group.phase.kind is Kind.TRAIN and not group.overlap
         return bool(waits) and self._member.training.look() != group.trained
 
     def _announce(self, flags: Flag) -> None:
-        """Hand in the ticket alone: what is summed depends on what the others train (``complete``)."""
+        """Hand in the ticket alone; what is summed depends on what the others train (``complete``)."""
         member, work, training = self._member, self._member.work, self._member.training
         mine = work.contribution
         training.check()
@@ -182,7 +181,7 @@ class Submission:
         flight.summation = self._channels.gather(packed)
 
     def complete(self, flight: InFlight) -> None:
-        """Everybody's tickets are known: add up what all are ready for."""
+        """The tickets of all members are known: start the sum over the parameters that all of them train."""
         member, training = self._member, self._member.training
         flight.gathered = gathered, _ = self._channels.gathered(flight.summation)
         layout = trained_set.layout(member.group, gathered)
@@ -204,35 +203,32 @@ class Submission:
         flight.summation = self._channels.add_up(flight.sums)
 
     def hand_in_or_remember(self, flags: Flag, *, returning: bool) -> None:
-        """Hand in; where that fails the settled round is applied all the same, and ``step`` still says so."""
-        try:
+        """Hand in. If that fails, the settled round is still applied, and ``step`` still reports it."""
+        with self._lookout.deferring():
             self.hand_in(flags, returning=returning)
-        except EraBroken as broken:
-            self._lookout.broken = broken
 
-    # -- in parts
+    # -- in buckets
 
     def in_parts(self, layout: bytes) -> bool:
-        """Whether gradients of this layout are summed in parts: nothing is computed beside the sum but its own pass."""
+        """Whether gradients of this layout are summed in buckets: only their own backward pass overlaps the sum."""
         group = self._member.group
         waits = group.open and group.phase.kind is Kind.TRAIN and not group.overlap
         return bool(waits) and len(group.roster) > 1 and self._member.training.gradients.parts(layout) > 1
 
     def hand_in_while(self, compute: Callable[[BucketReady | None], None]) -> None:
-        """Hand in while ``compute`` makes the contribution's last gradients, each part when it is told of.
+        """Hand in while ``compute`` makes the contribution's last gradients: each bucket when it is complete.
 
         What is accumulated so far, and the last loss, are counted already.
         """
-        try:
+        with self._lookout.deferring():
             self._begin_parts(Flag.NONE)
-        except EraBroken as broken:
-            self._lookout.broken = broken
+        if self._lookout.broken is not None:
             compute(None)
             return
         try:
             compute(self._give)
         except Exception:
-            # The script may go on after it: the others are not to wait for what does not come.
+            # The script may go on after it: the others must not wait for gradients that do not come.
             self._complete_or_remember(usable=False)
             raise
         late = self._member.training.gradients.late
@@ -241,10 +237,10 @@ class Submission:
         self._complete_or_remember(usable=not late)
 
     def _begin_parts(self, flags: Flag) -> None:
-        """Tell the others of the contribution; its parts follow."""
+        """Send the ticket of the contribution; its buckets follow."""
         member, work = self._member, self._member.work
         mine = work.contribution
-        # What the script has spoilt is found before anybody is told.
+        # Raises if the script has spoilt the gradients, before any other worker is told.
         member.training.check()
         member.training.gradients.lay_out(member.group.trained)
         ticket = member.ticket(Kind.TRAIN, flags)
@@ -256,11 +252,9 @@ class Submission:
         work.flight = flight
 
     def _give(self, part: int) -> None:
-        """A part is complete: add it to the group's. Where that fails the era is over, as ``step`` will find."""
-        try:
+        """A bucket is complete: start its sum. If that fails the era is over, which ``step`` will report."""
+        with self._lookout.deferring():
             self._add_part(part)
-        except EraBroken as broken:
-            self._lookout.broken = self._lookout.broken or broken
 
     def _add_part(self, part: int) -> None:
         flight = self._member.work.flight
@@ -272,20 +266,18 @@ class Submission:
 
     def _complete_or_remember(self, *, usable: bool) -> None:
         if self._lookout.broken is not None:
-            # All of it counts as handed in, and is lost.
+            # The whole contribution counts as handed in, and is lost.
             self._member.work.begin()
             return
-        try:
+        with self._lookout.deferring():
             self._complete_parts(usable=usable)
-        except EraBroken as broken:
-            self._lookout.broken = broken
 
     def _complete_parts(self, *, usable: bool) -> None:
-        """All gradients are there: give the remaining parts, the buffers, and what the ticket could not say yet."""
+        """All gradients are complete: give the remaining buckets, the buffers and the postscript."""
         member, work, training = self._member, self._member.work, self._member.training
         mine, flight = work.contribution, work.flight
         assert flight is not None and flight.filled is not None
-        # Whatever fails from here on: it was handed in.
+        # From here on it counts as handed in, whatever fails.
         work.begin()
         bitmap = self._bitmap() if usable else 0
         for part in range(flight.given, len(flight.filled.parts)):

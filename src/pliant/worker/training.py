@@ -1,10 +1,10 @@
-"""Carrying out what the group decided: one update of the user's model.
+"""Updates of the user's model, as the group decides them.
 
 Question  How does a reduced gradient become new weights, the same on every worker?
-Holds     The optimizer sees plain weights, the weighted mean gradient (clipped as one), and a learning rate that is
-          the schedule's times the group's factor (and Adam's moments, where the rule moves them); afterwards the
-          group's hyper-parameters are the schedule's again, because chained schedulers read them back. The schedule
-          counts samples, never rounds; one that follows a result is stepped by ``evaluate``.
+Holds     The optimizer sees the plain weights, the weighted mean gradient (clipped by its norm over all parameters),
+          and the schedule's learning rate times the group's factor (and Adam's moments, if the rule moves them).
+          Afterwards the parameter groups have the schedule's values again, because chained schedulers read them back.
+          The schedule counts samples, not rounds; one that follows results is stepped by ``evaluate``.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ _STEP = (
 )
 
 
-# What a scheduler moves, and an update is made with.
+# Hyper-parameters that a scheduler may change.
 _SCHEDULED = ("lr", "momentum", "betas")
 
 
 def momentum_of(optimizer: Optimizer) -> float:
-    """The share of old gradients in a step: SGD's momentum, Adam's first beta."""
+    """The decay of past gradients in a step: SGD's momentum, Adam's first beta."""
     group = optimizer.param_groups[0]
     return float(group["momentum"] if "momentum" in group else group.get("betas", (0.0,))[0])
 
 
 class Training:
-    """The user's model and optimizer, and everything an update touches."""
+    """The user's model and optimizer, and everything that an update changes."""
 
     grad_norm = math.nan
-    """of the last update's mean gradient, before clipping; NaN where it was not taken"""
+    """of the last update's mean gradient, before clipping; NaN if it was not taken"""
     takes_norm = False
-    """whether that norm is taken with every update, needed for clipping or not"""
+    """whether that norm is taken with every update, even if clipping does not need it"""
     copying: BackgroundCopy | None = None
-    """a copy of weights and optimizer state that is still being made; complete before either is changed"""
+    """a copy of weights and optimizer state that is being made; it is completed before either changes"""
     _shown = 0
-    """how many ``plain`` are under way"""
+    """how many ``plain`` contexts are entered"""
     _swapped = False
-    """one of them has put the plain weights into the model, and the look-ahead point aside"""
+    """one of them has put the plain weights into the model in place of the look-ahead point"""
 
     def __init__(
         self,
@@ -82,22 +82,22 @@ class Training:
         self.optimizer = optimizer
         self.trained = TrainedSet(model, optimizer)
         self.parameters = self.trained.parameters
-        """all that can ever be trained: bitmaps count these"""
+        """all that can ever be trained; bitmaps are indexed by these"""
         self.gradients = Gradients(self.parameters, grouped=grouped, overlaps=overlaps, members=self.trained.look())
         self.gradients.optimized = self.trained.optimized
         self.buffers = ModelBuffers(model)
         self.lookahead = LookAhead(optimizer, self.parameters) if correction == "lookahead" and grouped else None
         self.held: int | None = None
-        """the bitmap of parameters this worker holds, while it takes the state over; None: all of them"""
+        """the bitmap of parameters that a newcomer holds so far; None: all of them"""
         self.epochs_ended = 0
         self.measured = (0, 0.0)
-        """the last round the norm of whose mean gradient was taken, and that norm, squared"""
+        """the last round whose mean-gradient norm was taken, and that norm, squared"""
         self.weighed = (0, 0)
-        """the last round after which a digest of a part of the weights was taken, and that digest"""
+        """the last round after which a digest of part of the weights was taken, and that digest"""
         self.sketches, self.sketch = False, 0.0
-        """whether a sketch is taken, too, for workers that compute otherwise; and the last one"""
+        """whether a sketch is taken as well, for workers with other arithmetic; and the last one"""
         self._had_gradients = self._missed_gradients = 0
-        # What is merged is made anew in each round from everybody's, and what the optimizer keeps shows in the weights.
+        # Not of merged buffers, which are made anew in each round, nor of optimizer state, which shows in the weights.
         self.fingerprint = WeightsDigest(self.parameters, parts=drift.PARTS, reduces=clip_norm is not None)
         merged = self.buffers.identities()
         self._constants: list[Tensor] = [b for b in model.buffers() if id(b) not in merged]
@@ -143,13 +143,13 @@ class Training:
 
     @property
     def momentum(self) -> float:
-        """In force now, as the schedule has it."""
+        """The present momentum, which a schedule may change."""
         return momentum_of(self.optimizer)
 
     def backward(self, loss: Tensor, weight: float, ready: Callable[[int], None] | None = None) -> None:
         """Add ``weight`` times the gradient of ``loss`` to the contribution (in units of the reference batch).
 
-        ``ready`` is told of each part of the gradients that is complete.
+        ``ready`` is called with each bucket of gradients that is complete.
         """
         now = self.look()
         self.check()
@@ -164,7 +164,7 @@ class Training:
         self.gradients.accumulated()
 
     def explain(self, error: BaseException) -> None:
-        """The script ends with ``error``: add what to do about it, where that is known here."""
+        """The script ends with ``error``: add what to do about it, if that is known here."""
         if self.loss_scale is not None:
             self.loss_scale.explain(error)
 
@@ -184,7 +184,7 @@ class Training:
         return now
 
     def settle_set(self) -> None:
-        """Train what the group trains, as far as that was taken over and is still to be put in place."""
+        """Apply the set of trained parameters that was taken over, if that is still to be done."""
         self.trained.settle()
         self.look()
 
@@ -194,22 +194,22 @@ class Training:
         return self.gradients.trained or self.look()
 
     def adopt(self, agreed: bytes) -> list[int]:
-        """Train what the others have agreed on; the parameters that this optimizer lacks for it."""
+        """Train what the others have agreed on; returns the parameters that this optimizer lacks for it."""
         lacking = self.trained.adopt(agreed) if agreed else []
         self.look()
         return lacking
 
     def check_parameters(self, present: int) -> None:
-        """A contribution has gradients for ``present``; raise where the model was taken apart."""
+        """A contribution has gradients for ``present``; raise if parameters of the model were replaced."""
         self._had_gradients |= present
         missing = self._had_gradients & ~present & ~self._missed_gradients
         if missing:
-            # Once for each: a branch of the model may go unused now and then.
+            # Once for each parameter: a branch of the model may be unused now and then.
             self._missed_gradients |= missing
             self.trained.check()
 
     def unscale(self) -> float | None:
-        """Take the loss scale out of the contribution; the squared norm of what is left, None where unknown."""
+        """Divide the contribution by the loss scale; returns its squared norm, None if unknown."""
         filling = self.gradients.filling
         if filling is not None:
             filling.scale(1.0 / self.scale)
@@ -218,13 +218,13 @@ class Training:
             return None
         own = self._own_gradients()
         if not own:
-            # The only pass has failed, or nothing was computed.
+            # The only backward pass has failed, or nothing was computed.
             return 0.0
         torch._foreach_mul_(own, 1.0 / self.scale)
         return sum(float(norm) ** 2 for norm in torch._foreach_norm(own))
 
     def unscale_part(self, part: int) -> float:
-        """The same for one part of it."""
+        """The same for one bucket."""
         filling = self.gradients.filling
         assert filling is not None
         return filling.scaled_norm(part, 1.0 / self.scale)
@@ -244,7 +244,7 @@ class Training:
         self.lookahead.park(filling.views, present, mean * self._clipped(math.sqrt(squared_norm) * mean), members)
 
     def look_ahead(self, factor: float) -> None:
-        """Move to where the update in flight will probably lead, if that has not been done."""
+        """Move to the point where the update in flight will probably lead, unless the model is there already."""
         if self.lookahead is not None and self.lookahead.due:
             self.finish_copy()
             self.lookahead.go(self._hyper(factor))
@@ -255,7 +255,7 @@ class Training:
         return self.lookahead is not None and self.lookahead.away
 
     def cancel_look_ahead(self) -> None:
-        """The update that was to be looked ahead to is not coming."""
+        """The update in flight will not be made: do not look ahead to it."""
         if self.lookahead is not None:
             self.lookahead.due = False
 
@@ -304,7 +304,7 @@ class Training:
         self.follow_scale(applied=outcome.applied, finite=outcome.finite)
 
     def _without_untouched(self, touched: bytes, summed: FlatGradients | None, present: int) -> int:
-        """Which gradients the update uses: none of parameters that some contribution was not computed for."""
+        """Which gradients the update uses: only of parameters that all contributions were computed for."""
         if not touched:
             return present
         present &= (1 << len(self.parameters)) - 1
@@ -319,7 +319,7 @@ class Training:
         return used
 
     def follow_clip_norm(self, bound: float | None) -> None:
-        """Take the bound on the gradient's norm that is in force; None: it is that of the beginning."""
+        """Use the bound on the gradient's norm that the group has agreed on; None: the one given at ``join``."""
         if bound is not None and bound != (self._clip_norm or 0.0):
             self._clip_norm = bound or None
             self.fingerprint.note_reduction()
@@ -330,11 +330,11 @@ class Training:
         return self._clip_norm
 
     def rates(self, factor: float) -> tuple[float, ...]:
-        """What an update of now is made with, for each parameter group."""
+        """The learning rates of an update made now, for each parameter group."""
         return tuple(float(values["lr"]) for values in self._hyper(factor))
 
     def weigh(self, number: int, turn: int | None) -> None:
-        """Take the digest of a part of the weights after round ``number``; ``turn`` None: of all of them.
+        """Take the digest of part of the weights after round ``number``; ``turn`` None: of all of them.
 
         The model holds the plain weights.
         """
@@ -342,22 +342,22 @@ class Training:
             self.weighed = number, self.fingerprint.of(turn)
             self.sketch = self.fingerprint.sketch(turn) if self.sketches else 0.0
 
-    # -- taking the state over
+    # -- handing the state on
 
     def constants(self) -> list[Tensor]:
         """Buffers that are never merged."""
         return self._constants
 
     def scheduled(self) -> list[dict[str, Any]]:
-        """What the schedule has made of each parameter group's hyper-parameters, for later."""
+        """A copy of the hyper-parameters that the schedule has set in each parameter group."""
         return [
-            # A rate that is a tensor is moved in place.
+            # A rate that is a tensor is changed in place.
             {name: _held(group[name]) for name in _SCHEDULED if name in group}
             for group in self.optimizer.param_groups
         ]
 
     def catch_up(self, gradients: dict[int, Tensor], factor: float, scheduled: list[dict[str, Any]] | None) -> None:
-        """Make one past update of the parameters in ``gradients``; ``scheduled`` is what the schedule said then."""
+        """Make one past update of the parameters in ``gradients``, with the hyper-parameters ``scheduled`` of then."""
         self.settle_set()
         before = [p.grad for p in self.parameters]
         now = [{name: group[name] for name in _SCHEDULED if name in group} for group in self.optimizer.param_groups]
@@ -377,11 +377,11 @@ class Training:
             group.update(values)
 
     def follow_scale(self, *, applied: bool, finite: bool) -> None:
-        """Move the loss scale as all workers do after a round; one that had no weight says nothing about it."""
+        """Change the loss scale as all workers do after a round; a round without weight does not change it."""
         if self.loss_scale is not None and (applied or not finite):
             moved = self.loss_scale.follow(finite=finite)
             if moved != 1.0 and self.gradients.filling is not None:
-                # A contribution that was begun before goes on after, and is divided by one scale.
+                # A contribution that was begun before is continued, and is divided by one scale in the end.
                 self.gradients.filling.scale(moved)
 
     def read_scale(self) -> None:
@@ -397,7 +397,7 @@ class Training:
             self.loss_scale.take(state)
 
     def _average(self, summed: FlatGradients | None, mean: float, *, measures: bool) -> float | None:
-        """Turn sums into clipped means; the squared norm of the means before clipping, where it was taken."""
+        """Turn sums into clipped means; returns the squared norm of the means before clipping, if it was taken."""
         square = None
         if summed is not None:
             if measures or self._clip_norm is not None:
@@ -413,12 +413,12 @@ class Training:
         return square
 
     def _own_gradients(self) -> list[Tensor]:
-        """Without a group: what the optimizer will see."""
+        """Without a group: the gradients that the optimizer will see."""
         gradients = (self.parameters[index].grad for index in self.trained.optimized)
         return [gradient for gradient in gradients if gradient is not None]
 
     def _hyper(self, factor: float) -> list[dict[str, Any]]:
-        """What each parameter group is updated with: the schedule's rate times ``factor``; moments as the rule says."""
+        """The hyper-parameters of an update: the schedule's rate times ``factor``, and moments by the rule."""
         hyper: list[dict[str, Any]] = []
         for group in self.optimizer.param_groups:
             values: dict[str, Any] = {"lr": group["lr"] if factor == 1.0 else group["lr"] * factor}
@@ -441,21 +441,21 @@ class Training:
             self._schedule(before)
 
     def advance_schedule(self, before: float, after: float) -> None:
-        """Step the scheduler once for every reference batch of samples completed between two counts."""
+        """Step the scheduler once for each reference batch that was completed between two counts of samples."""
         if self._schedule_by != "batch" or isinstance(self._scheduler, ReduceLROnPlateau):
             return
         for _ in range(int(after // self.reference) - int(before // self.reference)):
             self._step_schedule()
 
     def evaluated(self, result: float) -> None:
-        """A top-level ``evaluate`` is over; a schedule that follows results is stepped with it."""
+        """A top-level ``evaluate`` is over: step a schedule that follows results."""
         scheduler = self._scheduler
         if isinstance(scheduler, ReduceLROnPlateau):
             self.settle_set()
             self.schedule_guard.own(lambda: scheduler.step(result))
 
     def end_epoch(self, epoch: int) -> None:
-        """Epoch ``epoch`` is over; a newcomer's past epochs were counted by the others."""
+        """Epoch ``epoch`` is over. Of a newcomer's past epochs the schedule has counted those it arrived with."""
         if epoch < self.epochs_ended:
             return
         self.epochs_ended = epoch + 1
@@ -467,27 +467,27 @@ class Training:
             return
         self.settle_set()
         with warnings.catch_warnings():
-            # A round the group skips advances the schedule without an optimizer step: intended here.
+            # A skipped round advances the schedule without an optimizer step, as intended.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.schedule_guard.own(self._scheduler.step)
 
     # -- plain weights
 
     def finish_copy(self) -> None:
-        """Weights or optimizer state are about to change: complete the copy of them that is being made."""
+        """Complete the copy that is being made, before weights or optimizer state change."""
         if self.copying is not None:
             copying, self.copying = self.copying, None
             copying.finish()
 
     def plain_weights(self, index: int) -> Tensor:
-        """The tensor that holds the plain weights of a parameter now."""
+        """The tensor that holds the plain weights of a parameter at present."""
         if self.lookahead is not None and self.lookahead.away and not self._swapped:
             return self.lookahead.plain(index)
         return self.parameters[index]
 
     @contextmanager
     def plain(self, *, weights: bool = True) -> Iterator[None]:
-        """Show the plain weights and the group's merged buffers for a while; inside another one they are shown.
+        """Put the plain weights and the group's merged buffers into the model meanwhile; may be nested.
 
         Without ``weights`` only the buffers.
         """

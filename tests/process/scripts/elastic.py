@@ -116,7 +116,7 @@ def cut() -> None:
         return opened(door)
 
     connect.opened = away
-    run._membership.link.connection.socket.shutdown(2)
+    run._membership.enrolment.link.connection.socket.shutdown(2)
 
 
 def at(owner: Any, name: str, point: str) -> None:
@@ -140,14 +140,15 @@ from torch.utils.data import Dataset  # noqa: E402
 
 import pliant  # noqa: E402
 from pliant.tensors import handoff  # noqa: E402
-from pliant.worker.elastic import catch_up  # noqa: E402
+from pliant.worker import snapshot  # noqa: E402
+from pliant.worker.elastic.catch_up import CatchUp  # noqa: E402
 from pliant.worker.follow import Follower  # noqa: E402
 from pliant.worker.poll import Poller  # noqa: E402
 
-at(catch_up, "snapshot", "giving")
+at(snapshot, "snapshot", "giving")
 at(handoff, "_send_answer", "sending")
-at(catch_up.CatchUp, "_ask", "asking")
-at(catch_up.CatchUp, "_install", "installing")
+at(CatchUp, "_ask", "asking")
+at(CatchUp, "_install", "installing")
 at(Follower, "follow", "following")
 
 

@@ -204,12 +204,12 @@ def script(office: Office, name: str) -> None:
         line = Line(office, name)
         office.lines[name] = line
         job = Job("127.0.0.1:1", "token", name)
-        return session._entered(job, line, offer)  # type: ignore[arg-type]
+        return session.build(lambda: line, lambda link: session.job_parts(job, link, offer))  # type: ignore[arg-type]
 
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state = {"updates": 0}
-    with pliant.join(model, optimizer, batch=24, delay=1, state=state, enroll=enroll) as run:
+    with session.appointed(enroll), pliant.join(model, optimizer, batch=24, delay=1, state=state) as run:
         for _ in run.epochs(1_000_000):
             for x, y in run.batches(DATA, size=4):
                 model.train(len(x) > 1)

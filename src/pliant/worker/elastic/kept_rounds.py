@@ -1,9 +1,9 @@
 """A request for a part of the state, and the rounds that are kept until it is answered.
 
 Question  What has the group done since the exchange that the requested tensors will be of?
-Holds     Gradients are kept of the requested parameters only, and counted. Rounds up to the exchange of the answer are
-          dropped as soon as that is known. A round that was dropped unneeded or not is remembered by its number: an
-          answer of before it cannot be used.
+Holds     Only gradients of requested parameters are kept, and their bytes are counted. Rounds up to the exchange of the
+          answer are dropped as soon as that exchange is known. The last round that was dropped for lack of memory is
+          remembered: an answer of an earlier exchange cannot be used.
 Source    docs/design/0007-elastic.md ("Handing the state on").
 """
 
@@ -20,21 +20,21 @@ from pliant.tensors.gradients import FlatGradients
 
 @dataclass(slots=True)
 class KeptRound:
-    """One applied round, as far as tensors in flight need it."""
+    """One settled round, as far as requested tensors need it."""
 
     exchange: int
     gradients: dict[int, Tensor]
     kept: FlatGradients | None
-    """the whole buffer, where all of it is needed"""
+    """the whole buffer, if all of its gradients are needed"""
     size: int
     """bytes of gradients"""
     factor: float
     hyper: list[dict[str, Any]]
-    """what the schedule said"""
+    """the hyper-parameters that the schedule had set"""
     applied: bool
     finite: bool
     scheduled: tuple[float, float]
-    """what the schedule had counted before and after it"""
+    """the samples that the schedule had counted before and after it"""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class KeptResult:
 
 @dataclass(slots=True)
 class PortionRequest:
-    """A request under way."""
+    """A request that is not answered yet."""
 
     as_of: int
     """the tensors come as of this exchange or a later one"""
@@ -55,11 +55,11 @@ class PortionRequest:
     size: int
     """bytes of gradients of one round"""
     since: list[KeptRound | KeptResult] = field(default_factory=list)
-    """what the group has done after ``as_of``"""
+    """rounds and results after ``as_of``"""
     answer: tuple[int, Mapping[str, Any]] | None = None
-    """what has arrived, where the donor was ahead of this worker"""
+    """(exchange, parts) that have arrived while the donor was ahead of this worker"""
     rounds: int = 0
-    """so many were applied meanwhile"""
+    """how many were applied meanwhile"""
     dropped: int = 0
     """the last exchange whose gradients are not kept any more"""
     drained: int = 0
@@ -82,15 +82,15 @@ class PortionRequest:
 
     @property
     def kept_bytes(self) -> int:
-        """Gradients that are kept now."""
+        """Bytes of gradients that are kept now."""
         return sum(each.size for each in self.since if isinstance(each, KeptRound))
 
     def answered_as_of(self, exchange: int) -> None:
-        """The tensors will be of after this exchange: what led to it is not needed."""
+        """The answer is of this exchange: what came before is not needed."""
         self.since = [each for each in self.since if each.exchange > exchange]
 
     def drop_oldest(self) -> bool:
-        """Forget the oldest round with gradients; False where there is none."""
+        """Drop the oldest round with gradients; False if there is none."""
         oldest = next((each for each in self.since if isinstance(each, KeptRound) and each.size), None)
         if oldest is None:
             return False

@@ -1,10 +1,10 @@
-"""This worker's place in a job: which era it is in, and how it gets into the next one.
+"""How the members of an era find each other: its plan or start, and its process group.
 
-Question  How does a worker hear that its era is over or another one is planned, and how does it enter?
-Holds     Looking costs next to nothing and is done between micro-batches. A planned group is formed in the background,
-          once, and given up when the plan is overtaken; so is the group of those whom a loss has left. Nothing of an
-          era that was declared broken is settled after this worker has said ``stopped``. Waiting is polling, so that a
-          simulated clock can drive it.
+Question  How does a worker learn that its era is over or another one is planned, and how does it get that era's group?
+Holds     Checking costs next to nothing and is done between micro-batches. The group of a planned era is formed in the
+          background, once, and given up when another plan replaces it; so is the group of the members that remain after
+          a loss. Nothing of a broken era is settled after this worker has reported ``stopped``. Waiting is polling, so
+          that a simulated clock can drive it.
 Source    docs/design/0007-elastic.md.
 """
 
@@ -25,18 +25,18 @@ from pliant.errors import PliantError
 from pliant.tensors.process_group.reachability import Unconnected
 from pliant.types import WorkerId
 
-# A worker that waits for an era looks as often as one that waits for a sum.
+# A worker that waits for an era polls as often as one that waits for a sum.
 _POLL_S = 0.001
-# What a group may take to form once everybody is told; beyond that its members are asked again.
+# How long a group may take to form once all members are told; after that the coordinator asks them again.
 _FORM_S = 30.0
 
 
 class EraBroken(Exception):
-    """The era is over: somebody was lost, or the members' connections failed."""
+    """The era is over: a worker was lost, or the members' connections failed."""
 
 
 class _Unformed(Exception):
-    """A group could not be formed, and why."""
+    """A group could not be formed; ``error`` says why."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -48,7 +48,7 @@ class Evicted(Exception):
 
 
 class CoordinatorLink(Protocol):
-    """The line to the coordinator (``control.link.Link``, or a simulated one)."""
+    """The connection to the coordinator (``control.link.Link``, or a simulated one)."""
 
     mailbox: Mailbox
     position: Position
@@ -75,7 +75,7 @@ class CoordinatorLink(Protocol):
 
 
 class PendingGroup(Protocol):
-    """A group on its way (``tensors.process_group.gloo.FormingGroup``)."""
+    """A group that is being formed (``tensors.process_group.gloo.FormingGroup``)."""
 
     over: bool
 
@@ -86,31 +86,31 @@ class PendingGroup(Protocol):
 
 
 class FormedGroup(msgspec.Struct, frozen=True):
-    """A place in a formed group."""
+    """The formed group of an era, and what this worker must know to enter it."""
 
     channel: Any
     """``tensors.process_group.gloo.Gloo`` or ``Alone``"""
     era: int
     roster: tuple[WorkerId, ...]
     donor: int
-    """the place of the member whose state all go on with"""
+    """the index of the member whose state all go on with"""
     addresses: Mapping[str, str]
     exchange: int = 0
-    """unplanned: what the donor has settled"""
+    """of an unplanned era: the last exchange that the donor has settled; -1: of a planned one, for a newcomer"""
     records: int = 0
-    """where that is nothing: journal records there are all the same, of an era that came to nothing"""
+    """journal records that exist although nothing was settled: of an era that was given up"""
     checkpoints: tuple[str, ...] = ()
-    """nobody holds the state: the donor reads the first of these that is whole"""
+    """no worker holds the state: the donor reads the first of these that is whole"""
     round: int = 0
-    """with these: the last one whose number was used"""
+    """with checkpoints: the last round number that was used"""
 
 
 Form = Callable[[int, int, int], PendingGroup]
-"""(attempt, place, members) -> the group, being formed"""
+"""(attempt, index, number of members) -> the group, being formed"""
 
 
 class Rendezvous:
-    """Between the coordinator's word and the worker's loop."""
+    """Turns the coordinator's orders into groups for the worker's loop."""
 
     def __init__(
         self,
@@ -134,11 +134,11 @@ class Rendezvous:
         self._left_out = False
         self._lock = threading.Lock()
         self._early: tuple[EraPlan, PendingGroup] | None = None
-        """begun by the link's thread, not taken up yet"""
+        """a planned group that the link's thread has begun and the loop has not taken up yet"""
         self._left: tuple[Broken, PendingGroup] | None = None
-        """the same for those who are left of an era that is over"""
+        """the same for the members that remain of an era that is over"""
         self._said: tuple[int, bool, bool] | None = None
-        """what this worker said of itself when it stopped last: exchange, active, whole"""
+        """what this worker reported when it stopped last: exchange, active, whole"""
         self._mailbox.on_group = self._begin_early
 
     @property
@@ -147,18 +147,18 @@ class Rendezvous:
 
     @property
     def asked_to_leave(self) -> bool:
-        """By the coordinator, or because the planned era goes on without this worker."""
+        """Whether the coordinator asks for it, or the planned era has no place for this worker."""
         return self._mailbox.leave is not None or self._left_out
 
     @property
     def left_out(self) -> bool:
-        """Whether the planned era that this worker is prepared for goes on without it."""
+        """Whether the planned era has no place for this worker."""
         return self._left_out
 
     # -- between micro-batches
 
     def look(self, era: int) -> None:
-        """Raise if the run is over, this worker is off the roster, or its era is."""
+        """Raise if the run is over, this worker was taken off the roster, or its era is over."""
         mailbox = self._mailbox
         if mailbox.trouble is not None:
             mailbox.check()
@@ -168,7 +168,7 @@ class Rendezvous:
             raise EraBroken(mailbox.broken_reason)
 
     def look_entering(self, era: int) -> None:
-        """The same while ``era`` is being entered: another coordinator may not know of it, and begin a later one."""
+        """The same while ``era`` is entered. A new coordinator may not know of it, and begin a later one."""
         self.look(era)
         if self._mailbox.start is not None and self._mailbox.start.era > era:
             raise EraBroken("another era has taken its place")
@@ -176,14 +176,14 @@ class Rendezvous:
             raise EraBroken("the planned era does not come about")
 
     def is_void(self, era: int) -> bool:
-        """Whether ``era`` was planned, and does not come about."""
+        """Whether ``era`` was planned and has been given up."""
         plan = self._mailbox.plan
         return self._mailbox.voided_era >= era or (plan is not None and plan.era > era and self.link.position.era == 0)
 
     def prepared(self, era: int) -> tuple[int, int]:
         """(term, era) of the planned era that this worker could switch to now; zeros if there is none.
 
-        A plan whose group cannot be formed is told of and given up; the era in force goes on.
+        A plan whose group cannot be formed is reported and given up; the present era goes on.
         """
         plan = self._mailbox.plan
         if plan is not self._planned:
@@ -200,12 +200,12 @@ class Rendezvous:
             forming, self._forming = self._forming, None
             self._tell_unformed(self._planned, _error_of(forming))
         if self._forming is None:
-            # Given up for good: the others could not begin it without this worker's ticket.
+            # Given up for good: the others cannot begin the era without this worker's ticket.
             return 0, 0
         return (self._planned.term, self._planned.era) if self._forming.over else (0, 0)
 
     def _tell_unformed(self, word: EraPlan | EraStart, error: Exception) -> None:
-        """Say that the group of an era could not be formed, and whom this worker could not reach."""
+        """Report that the group of an era could not be formed, and which workers this one could not reach."""
         if not isinstance(error, RuntimeError | TimeoutError | OSError):
             raise error
         connecting = isinstance(error, Unconnected)
@@ -228,7 +228,7 @@ class Rendezvous:
         self._forming = self._formed_for(plan)
 
     def _begin_early(self, word: EraPlan | Broken) -> None:
-        """Called by the link's thread: a member's group forms while its main thread is in a long micro-batch."""
+        """Begin to form a group while the main thread is in a long micro-batch. Called by the link's thread."""
         with self._lock:
             here = self.link.position.era
             if here == 0 or self.me not in word.roster:
@@ -247,7 +247,7 @@ class Rendezvous:
         return self._form(word.attempt, word.roster.index(self.me), len(word.roster))
 
     def _give_up_plan(self, for_: EraPlan | None = None) -> None:
-        """The plan is void; ``for_``: this one has taken its place, and its group may be forming already."""
+        """Give the plan up; ``for_``: the plan that replaces it, whose group may be forming already."""
         if self._forming is not None:
             self._forming.abandon()
         self._planned, self._forming, self._left_out = None, None, False
@@ -259,7 +259,7 @@ class Rendezvous:
             early[1].abandon()
 
     def taken_up(self, number: tuple[int, int]) -> FormedGroup | None:
-        """The seat in the planned era that has just begun; None: this worker is not in it any more."""
+        """The group of the planned era that begins now; None if this worker is not in it."""
         plan, forming = self._planned, self._forming
         if plan is None or (plan.term, plan.era) != number:
             raise EraBroken(f"era {number[1]} was planned by a coordinator that is gone")
@@ -281,13 +281,13 @@ class Rendezvous:
         self.link.ready(self._signature, self._address, call)
 
     def stop(self, era: int, exchange: int, *, active: bool, whole: bool = True, failed: str = "") -> None:
-        """Say that nothing more of the era will be settled here; ``whole``: the user's own state is here, too."""
+        """Report that nothing more of the era will be settled here; ``whole``: with the user's own state."""
         self._give_up_plan()
         self._said = exchange, active, whole
         self.link.stopped(era, exchange, active=active, whole=whole, failed=failed)
 
     def _stop_again(self, era: int, failed: str = "") -> None:
-        """Another era is over before this worker was in it: it holds what it held when it stopped."""
+        """Report the same again: another era is over before this worker has entered it."""
         at = self.link.position
         exchange, active, whole = self._said or (at.exchange, at.active, True)
         self.stop(era, exchange, active=active, whole=whole, failed=failed)
@@ -295,7 +295,7 @@ class Rendezvous:
     def next_seat(self, era: int, expect: Callable[[EraPlan], None]) -> FormedGroup:
         """Wait for an era after ``era`` that has a place for this worker, and form its group.
 
-        ``expect`` is told of a planned one before that.
+        ``expect`` is called with a planned one before its group is formed.
         """
         while True:
             start = self._awaited(era)
@@ -310,7 +310,7 @@ class Rendezvous:
             except _Unformed as unformed:
                 era = start.era
                 self._tell_unformed(start, unformed.error)
-                # A plan that comes to nothing is replaced by the coordinator on its own.
+                # The coordinator replaces a plan whose group cannot be formed without being asked.
                 if isinstance(start, EraStart):
                     self._stop_again(start.era, "the group could not be formed")
                 continue
@@ -327,7 +327,7 @@ class Rendezvous:
             return replace(seat, checkpoints=tuple(start.checkpoints), round=start.round)
 
     def _begun(self, start: EraStart | EraPlan) -> PendingGroup | None:
-        """The group of those who are left, if that is who the era is for."""
+        """The group of the remaining members, if it was begun for this very era."""
         with self._lock:
             left, self._left = self._left, None
         if left is None or left[0].attempt == start.attempt:
@@ -336,7 +336,7 @@ class Rendezvous:
         return None
 
     def close(self) -> None:
-        """No group is wanted any more."""
+        """Give up all groups that are being formed."""
         self._give_up_plan()
         with self._lock:
             left, self._left = self._left, None
@@ -353,17 +353,17 @@ class Rendezvous:
             if start is not None and start.era > max(era, mailbox.broken_era):
                 return start
             if start is not None and start.era > era:
-                # Over before this worker looked; the others wait for its answer all the same.
+                # That era is over already; the others still wait for this worker's report.
                 era = mailbox.broken_era
                 self._stop_again(era)
-            # A plan is for newcomers: a member whose era broke has given up its part in it.
+            # Only newcomers enter by a plan: a member whose era broke has given up its place in it.
             outside = self.link.position.era == 0
             if outside and plan is not None and plan.era > max(era, mailbox.broken_era) and self.me in plan.roster:
                 return plan
             self._sleep(_POLL_S)
 
     def _formed(self, forming: PendingGroup, era: int) -> Any:
-        """Wait for a group; gives it up when its era is over before it began."""
+        """Wait until the group is formed. Gives it up if its era is over before."""
         deadline_s = self._clock() + _FORM_S
         try:
             while not forming.over:

@@ -1,9 +1,9 @@
-"""What a worker says of itself before it is let in.
+"""What a worker reports of itself before it is admitted.
 
-Question  What must be equal on all workers of a group, and how does this worker tell?
-Holds     Software and the kind of device are told beside model and settings, because unlike ones form no group, or make
-          decisions that differ in the last bit. A device on which no group can be formed is refused here, at ``join``:
-          later every era would break anew.
+Question  What must be equal on all workers of a group, and how does this worker report it?
+Holds     Software and kind of device are reported beside model and settings, because unlike ones cannot form a group,
+          or make decisions that differ in the last bit. A device on which no group can be formed is refused here, at
+          ``join``; otherwise every era would break.
 Source    ours; docs/protocol.md, core.membership.compatibility.
 """
 
@@ -26,7 +26,7 @@ _GROUPED = ("cpu", "cuda")
 
 
 def summary(described: Signature) -> str:
-    """The trained parameters in a few words, which differ where any name, shape or type does."""
+    """The trained parameters in a few words, which differ if any name, shape or type differs."""
     numbers = sum(math.prod(shape) for _, shape, _ in described.parameters)
     checksum = journal.digest_of(
         *(repr((name, list(shape), dtype)).encode() for name, shape, dtype in described.parameters)
@@ -35,12 +35,12 @@ def summary(described: Signature) -> str:
 
 
 def device_of(optimizer: Optimizer) -> torch.device:
-    """The one that the parameters are on."""
+    """The device of the parameters."""
     return optimizer.param_groups[0]["params"][0].device
 
 
 def check_device(optimizer: Optimizer) -> None:
-    """Refuse a device on which no group can be formed; a script that runs alone may train there."""
+    """Refuse a device on which no group can be formed. A script without a job may train there."""
     kind = device_of(optimizer).type
     if kind not in _GROUPED:
         raise UsageError(

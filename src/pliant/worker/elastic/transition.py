@@ -1,9 +1,9 @@
 """How a worker gets from one era into the next.
 
-Question  With what does this worker enter an era, and what does it leave behind?
-Holds     Nothing of an era is settled after this worker has said that it has stopped. All enter an unplanned era with
-          the donor's word about the state: who has settled the same exchange goes on with what it has accumulated,
-          everybody else forgets what it has computed and follows. A planned era costs nothing but another group.
+Question  With which state does this worker enter an era, and what of its work is lost?
+Holds     Nothing of an era is settled after this worker has reported that it has stopped. All members enter an
+          unplanned era with the donor's replicated state. A worker that has settled the same exchange keeps what it has
+          accumulated; any other worker drops what it has computed and follows. A planned era changes only the group.
 Source    docs/design/0007-elastic.md; docs/protocol.md ("Planned change", "Unplanned change").
 """
 
@@ -13,97 +13,102 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
+from pliant.control.messages import Call
 from pliant.core import regrouping
 from pliant.core.group_state import FinishedPhase, GroupState, Standing, founded
 from pliant.core.regrouping import Entry
 from pliant.core.tickets import Flag, Kind
 from pliant.errors import Left, RunEnded
+from pliant.worker import snapshot
 from pliant.worker.checkpoint_schedule import CheckpointSchedule
 from pliant.worker.collectives import Answer, Collectives, reached
-from pliant.worker.elastic import eras as changes
-from pliant.worker.elastic.eras import Eras, GroupSnapshot
+from pliant.worker.elastic.enrolment import Enrolment
 from pliant.worker.elastic.rendezvous import EraBroken, Evicted, FormedGroup
 from pliant.worker.poll import LOOK_S, Poller
 from pliant.worker.progress import LoopPoint
 from pliant.worker.script.calls import ScriptCall
+from pliant.worker.snapshot import GroupSnapshot
 from pliant.worker.worker_state import WorkerState
 
-# How long a worker that goes stays for those who have yet to learn that its last exchange was settled.
+# How long a leaving worker waits for members that have yet to learn that its last exchange was settled.
 _FAREWELL_S = 1.0
 _PAST_IT = "the run has gone back to a checkpoint, and this script is past it"
 
 
 class EraTransition:
-    """One worker's way through the eras."""
+    """One worker's entry into eras, and its exit from them."""
 
     def __init__(
-        self, member: WorkerState, eras: Eras, channels: Collectives, lookout: Poller, checkpoints: CheckpointSchedule
+        self,
+        member: WorkerState,
+        enrolment: Enrolment,
+        channels: Collectives,
+        lookout: Poller,
+        checkpoints: CheckpointSchedule,
     ) -> None:
         self._member = member
-        self._eras = eras
+        self._enrolment = enrolment
         self._channels = channels
         self._lookout = lookout
         self._checkpoints = checkpoints
         self._beyond = False
-        """evicted after more than a beginning: this script cannot begin anew"""
+        """taken off the roster after its first rounds: this script cannot begin anew"""
 
     # -- becoming a member
 
     def found(self) -> None:
-        """Enter the first era together with all others (or, coming too late for it, a later one)."""
-        if not self._eras.place.link.mailbox.welcome.running:
-            self._eras.enlisted = True
-            self._eras.place.enlist(None)
+        """Enter the first era together with all others; a later one if that has begun without this worker."""
+        if not self._enrolment.is_running:
+            self._enrolment.enlist(None)
             self._enter_next()
 
     def become_member(self, call: ScriptCall) -> FinishedPhase | None:
-        """A newcomer enlists with the first call that is not past; earlier ones have an answer already."""
-        if self._eras.enlisted:
+        """Ask for a place with the first call that the group has not left; return the result of earlier ones."""
+        if self._enrolment.enlisted:
             return None
-        calls = self._member.script.calls
-        past = self._eras.past_call(calls)
+        past = self._enrolment.past_call(self._member.script.calls)
         if past is None:
             self._enlist(call)
         return past
 
     def _enlist(self, call: ScriptCall) -> None:
-        self._eras.enlist(self._member.script.calls, call.kind.name.lower(), call.samples.length)
+        self._enrolment.enlist(Call(self._member.script.calls, call.kind.name.lower(), call.samples.length))
         self._enter_next()
 
     # -- a planned era
 
     def switch(self, plan: tuple[int, int], *, closed: bool = False) -> None:
-        """A planned era begins: go on in its group, or depart.
+        """A planned era begins: go on in its group, or leave if this worker is not in it.
 
-        ``closed``: those who go along know already that the last exchange was settled.
+        ``closed``: followers know already that the last exchange was settled.
         """
-        eras, member = self._eras, self._member
-        seat = eras.place.taken_up(plan)
+        member = self._member
+        seat = self._enrolment.place.taken_up(plan)
         self._channels.retire(None if closed else member.packed(member.ticket(Kind.TRAIN, Flag.NONE)))
         if seat is None:
             self._depart()
             return
         before = member.group
-        member.group = regrouping.switched(before, seat.era, seat.roster)
+        member.advance(regrouping.switched(before, seat.era, seat.roster))
         self._channels.enter(seat.channel)
         newcomers = any(worker not in before.roster for worker in seat.roster)
-        # The journal's records are counted as they are before this era's.
-        handed = changes.encoded(member.handed, known=0) if newcomers else b""
+        # Encoded here: the count of the journal's records must not include this era's.
+        handed = snapshot.encoded(member.handed, known=0) if newcomers else b""
         self._entered(seat, None)
-        eras.go_on(member.group, seat, knows_best=False)
+        member.users_state.go_on(member.group, seat, knows_best=False)
         if newcomers:
             reached(lambda: seat.channel.tell(handed, seat.donor))
 
     def _depart(self) -> None:
-        """This worker is not on the roster any more, as it was asked."""
+        """Leave: this worker was asked to, and is not on the new roster."""
         self._lookout.wait_blindly(lambda: self._channels.ended, _FAREWELL_S)
-        self._eras.place.link.finish(left=True)
+        self._enrolment.finish(left=True)
         raise Left
 
     # -- an unplanned era
 
     def go_on(self, trouble: EraBroken | Evicted) -> None:
-        """Get into an era again; whoever stops with the others may find that it is off the roster itself."""
+        """Get into an era again. A worker that stops with the others may find that it was taken off the roster."""
         while True:
             try:
                 if isinstance(trouble, EraBroken):
@@ -115,20 +120,20 @@ class EraTransition:
                 trouble = another
 
     def _regroup(self, reason: str) -> None:
-        """The era is over: drop what was in flight, say how far this worker is, enter the next one."""
+        """The era is over: drop what was in flight, report the last settled exchange, enter the next era."""
         self._lose_flights()
         self._channels.leave()
         self._stop(self._member.group.era, reason)
         self._enter_next()
 
     def _stop(self, era: int, reason: str) -> None:
-        told = self._eras.place.link.mailbox.broken_era >= era
-        self._eras.place.stop(
+        told = self._enrolment.link.mailbox.broken_era >= era
+        self._enrolment.place.stop(
             era,
             self._member.group.exchange,
             active=not self._member.follows,
-            # While the user's own state is on its way, who has it is the better donor.
-            whole=self._eras.holds_all,
+            # A worker that still lacks the user's own state is a worse donor than one that has it.
+            whole=self._member.reception.holds_all,
             failed="" if told else reason,
         )
 
@@ -140,23 +145,25 @@ class EraTransition:
             training.cancel_look_ahead()
 
     def _come_back(self) -> None:
-        """Taken off the roster while asleep: return as a newcomer, with the script where it is."""
-        eras, member = self._eras, self._member
+        """This worker was taken off the roster: return as a newcomer, with the script where it is."""
+        enrolment, member = self._enrolment, self._member
         self._lose_flights()
         self._channels.leave()
         script = member.script
         self._beyond = self._beyond or script.calls > 0 or script.depth > 1 or member.group.round > 0
-        rewinds = eras.rewinds
-        eras.returned()
-        if self._beyond and eras.rewinds != rewinds:
+        rewinds = enrolment.rewinds
+        enrolment.come_back()
+        member.users_state.drop()
+        enrolment.leave_again()
+        if self._beyond and enrolment.rewinds != rewinds:
             raise RunEnded(_PAST_IT)
-        member.me = eras.place.me
-        member.witness.moved(eras.place.link)
+        member.me = enrolment.place.me
+        member.witness.moved(enrolment.link)
         member.work.forget(0)
         newcomer = founded(member.group.policy, 0, (member.me,))
-        # The script has told its limit already, and a run that begins anew has it from there.
+        # The script has set its limits already; a run that begins anew takes them from here.
         limits = regrouping.limits(member.group)
-        member.group = replace(newcomer, standings=(Standing.FOLLOWING,), **limits)
+        member.enter(replace(newcomer, standings=(Standing.FOLLOWING,), **limits), undrained=False)
         self._forget_gradients()
         if script.stack:
             self._enlist(script.stack[0])
@@ -170,27 +177,26 @@ class EraTransition:
     # -- entering
 
     def _enter_next(self) -> None:
-        """Wait for an era with this worker in it, and enter it."""
-        eras, training = self._eras, self._member.training
-        era = self._member.group.era
+        """Wait for an era whose roster has this worker, and enter it."""
+        place, era = self._enrolment.place, self._member.group.era
         while True:
             self._lookout.progress(LoopPoint.WAITING)
-            seat = eras.place.next_seat(era, lambda plan: eras.expect(training, plan))
+            seat = place.next_seat(era, self._member.reception.expect)
             try:
                 self._enter(seat)
                 return
             except EraBroken as broken:
                 seat.channel.leave()
                 era = seat.era
-                # One of a plan that was dropped waits, as before.
-                if not eras.place.is_void(era):
+                # If the plan was dropped, this worker waits for another one without a report.
+                if not place.is_void(era):
                     self._stop(era, str(broken))
 
     def _enter(self, seat: FormedGroup) -> None:
-        """Agree with the others of a new era on where it begins."""
+        """Agree with the other members on the state that a new era begins with."""
 
         def look() -> None:
-            self._eras.place.look_entering(seat.era)
+            self._enrolment.place.look_entering(seat.era)
 
         if seat.exchange == 0:
             self._begin(seat, look)
@@ -206,35 +212,35 @@ class EraTransition:
             entries = self._entries(seat, look, active=holds)
             group = regrouping.regrouped(group, seat.era, seat.roster, entries)
         keep = was_there and not holds
-        self._eras.trust_own_state(handed.group, was_active=self._member.standing is Standing.ACTIVE)
+        self._member.users_state.trust_own(handed.group, was_active=self._member.standing is Standing.ACTIVE)
         self._channels.enter(seat.channel)
-        self._member.turned = -1
         if holds:
             self._member.work.lose_flights(len(group.open))
         else:
             self._begin_anew(handed, len(group.open), keep=keep)
-        self._member.group = group
+        # A holder of the state has settled the donor's last exchange, and has the same value.
+        self._member.enter(group, undrained=handed.undrained)
         self._entered(seat, entries)
         if self._member.follows:
-            self._eras.take_over(self._member.training, group, seat, keep=keep)
+            self._member.reception.take_over(group, seat, keep=keep)
         else:
-            self._eras.go_on(group, seat, knows_best=donor)
+            self._member.users_state.go_on(group, seat, knows_best=donor)
 
     def _begin(self, seat: FormedGroup, look: Callable[[], None]) -> None:
-        """Nobody has done anything yet: all begin with the leader's state."""
+        """Begin the run: nothing was settled yet, and all take over the leader's state."""
         if self._beyond:
             raise RunEnded("the run begins anew, and this script is past its beginning")
         member = self._member
         member.work.drawn_since_update = False
-        _heard(lambda: self._eras.share(seat.channel, look))
+        _heard(lambda: member.share(seat.channel, look))
         self._channels.enter(seat.channel)
         limits = regrouping.limits(member.group)
-        member.group = replace(founded(member.group.policy, seat.era, seat.roster), **limits)
+        member.enter(replace(founded(member.group.policy, seat.era, seat.roster), **limits), undrained=False)
         member.witness.joined(seat.records)
         self._entered(seat, None)
 
     def _rewind(self, seat: FormedGroup) -> None:
-        """Nobody holds the state, and this worker was asked to read a checkpoint."""
+        """Read a checkpoint, as the coordinator has asked: no worker holds the state."""
         if self._beyond:
             raise RunEnded(_PAST_IT)
         member = self._member
@@ -243,33 +249,33 @@ class EraTransition:
         member.witness.rewound(manifest.name, manifest.records, member.me, member.group.round)
 
     def _handed_round(self, seat: FormedGroup, look: Callable[[], None], *, donor: bool) -> GroupSnapshot:
-        """The state that all enter the era with: the donor's."""
+        """The donor's replicated state, with which all members enter the era."""
         known = self._known(seat, look) if seat.exchange >= 0 else 0
         if not donor:
             own = self._member.group.past
-            handed = changes.decoded(_heard(lambda: seat.channel.told(seat.donor, look)), own)
+            handed = snapshot.decoded(_heard(lambda: seat.channel.told(seat.donor, look)), own)
             if self._member.script.is_beyond(handed.group):
-                # However it came to be: a lost coordinator's word, or calls that were over before the run went back.
+                # After a lost coordinator, or because the run went back behind calls that were over.
                 raise RunEnded(_PAST_IT)
             return handed
         handed = self._member.handed
-        reached(lambda: seat.channel.tell(changes.encoded(handed, known), seat.donor))
+        reached(lambda: seat.channel.tell(snapshot.encoded(handed, known), seat.donor))
         return handed
 
     def _known(self, seat: FormedGroup, look: Callable[[], None]) -> int:
-        """How many of the script's calls everybody knows: those need not travel."""
-        mine = changes.packed_count(self._member.group.past)
-        return min(changes.unpacked_count(data) for data in self._gathered(seat, look, mine))
+        """How many of the script's calls all members know: those are not sent."""
+        mine = snapshot.packed_count(self._member.group.past)
+        return min(snapshot.unpacked_count(data) for data in self._gathered(seat, look, mine))
 
     def _is_at(self, group: GroupState) -> bool:
-        """Whether this worker has missed nothing of what ``group`` has done."""
+        """Whether this worker has settled all exchanges that ``group`` has."""
         mine = self._member.group
         return mine.exchange == group.exchange and mine.era == group.era
 
     def _entries(self, seat: FormedGroup, look: Callable[[], None], *, active: bool) -> list[Entry]:
-        """What everybody brings along."""
-        mine = changes.packed_entry(self._member.work.entry(active=active))
-        return [changes.unpacked_entry(data) for data in self._gathered(seat, look, mine)]
+        """The entries of all members."""
+        mine = snapshot.packed_entry(self._member.work.entry(active=active))
+        return [snapshot.unpacked_entry(data) for data in self._gathered(seat, look, mine)]
 
     def _gathered(self, seat: FormedGroup, look: Callable[[], None], mine: bytes) -> list[bytes]:
         summation = reached(lambda: seat.channel.gather(mine))
@@ -278,9 +284,9 @@ class EraTransition:
         return _heard(summation.tickets)
 
     def _begin_anew(self, handed: GroupSnapshot, depth: int, *, keep: bool) -> None:
-        """This worker does not hold the state that the era begins with: nothing it has computed is of use.
+        """Drop what this worker has computed: it does not hold the state that the era begins with.
 
-        ``keep``: it has missed nothing. Its journal lines may be the last copies, and there may be nobody to ask.
+        ``keep``: it has missed no exchange. It keeps its journal lines, which may be the last copies.
         """
         member = self._member
         self._checkpoints.forget()
@@ -288,18 +294,17 @@ class EraTransition:
         member.work.forget(depth)
         self._forget_gradients()
         member.training.buffers.begin_anew(handed.live)
-        member.undrained = handed.undrained
         if not keep:
             member.witness.joined(handed.records)
         if not member.script.is_at(member.group):
             member.work.drawn_since_update = False
 
     def _entered(self, seat: FormedGroup, entries: Sequence[Entry] | None) -> None:
-        member, eras = self._member, self._eras
+        member = self._member
         member.witness.era(member.group, entries, sends=seat.roster[seat.donor] == member.me)
-        eras.entered(seat)
+        member.reception.entered(seat)
         self._lookout.progress()
-        eras.place.link.entered(seat.era, member.group.exchange)
+        self._enrolment.link.entered(seat.era, member.group.exchange)
 
 
 def _heard(ask: Callable[[], Answer]) -> Answer:

@@ -1,9 +1,9 @@
-"""Bytes of any length behind the tickets of an exchange.
+"""Appendices: bytes of any length that are gathered after the tickets of an exchange.
 
-Question  How do workers gather what has no fixed size, without waiting for each other?
-Holds     The tickets say how long each appendix is. When a worker sees them, between two micro-batches, it begins the
-          second gathering; nobody does anything else in the group before that is over, so all do the same in the same
-          order. Without an appendix there is no second gathering.
+Question  How do workers gather data without a fixed size, without waiting for each other?
+Holds     The tickets say how long each appendix is. When a worker has them, between two micro-batches, it begins the
+          second gathering. No member starts anything else in the group before that is over, so that all make the same
+          collectives in the same order. Without appendices there is no second gathering.
 Source    ours; docs/design/0017-evaluate.md.
 """
 
@@ -29,7 +29,7 @@ class Appended:
 
     @property
     def over(self) -> bool:
-        """Whether everything is in, or the exchange has failed."""
+        """Whether everything has arrived, or the exchange has failed."""
         if self._lengths is None:
             if not self._first.over:
                 return False
@@ -38,7 +38,7 @@ class Appended:
 
     @property
     def seconds(self) -> float:
-        """What it took so far."""
+        """The seconds that it has taken so far."""
         return self._first.seconds + (self._second.seconds if self._second is not None else 0.0)
 
     def wait(self, timeout_s: float) -> bool:
@@ -50,13 +50,13 @@ class Appended:
         return self._second is None or bool(self._second.wait(timeout_s))
 
     def tickets(self) -> list[bytes]:
-        """Everybody's tickets; raises what went wrong. Only once it is over."""
+        """The tickets of all members; raises the error of a failed exchange. Only once it is over."""
         if self._error is not None:
             raise self._error
         return self._first.tickets()
 
     def appendices(self) -> list[bytes]:
-        """Everybody's appendices, in the order of the roster; raises what went wrong. Only once it is over."""
+        """The appendices in the order of the roster; raises the error of a failed exchange. Only once it is over."""
         lengths = self._lengths or []
         if self._error is not None:
             raise self._error
@@ -65,7 +65,7 @@ class Appended:
         return [data[:length] for data, length in zip(self._second.tickets(), lengths, strict=True)]
 
     def _go_on(self) -> None:
-        """The tickets are there: gather the appendices, if anybody has one."""
+        """The tickets have arrived: gather the appendices, if there are any."""
         self._lengths = []
         try:
             self._lengths = [tickets.unpack(data)[0].appendix for data in self._first.tickets()]

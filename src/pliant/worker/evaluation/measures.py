@@ -1,8 +1,8 @@
 """What a user's ``measure`` returns, and what ``evaluate`` makes of it.
 
 Question  Which sums, counts and outputs does the answer for one micro-batch hold?
-Holds     (sum, count) is one mean, a dict of such pairs several. The names are the same for every micro-batch. Anything
-          else is refused in one line that says what to return.
+Holds     (sum, count) makes one mean, a dict of such pairs several. The names are the same for every micro-batch.
+          Anything else is refused in one line that says what to return.
 Source    ours; docs/design/0017-evaluate.md, docs/guide/evaluation.md.
 """
 
@@ -22,7 +22,7 @@ from pliant.worker.evaluation import predictions
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of one micro-batch."""
+    """What was measured of one micro-batch."""
 
     total: float
     count: float
@@ -31,7 +31,7 @@ class Measured:
 
 
 class Unknown(float):
-    """NaN: the call ended without this worker, and the group has no result for it; nor has it one by any name."""
+    """The result of a call that ended without this worker: NaN, also under every name."""
 
     def __new__(cls) -> Unknown:
         return super().__new__(cls, math.nan)
@@ -41,7 +41,7 @@ class Unknown(float):
 
 
 def result_of(past: FinishedPhase | None) -> float | dict[str, float]:
-    """What ``evaluate`` returns: the mean, or each by its name; NaN for one that is undefined."""
+    """What ``evaluate`` returns: the mean, or all means by name; NaN for an undefined one."""
     if past is not None and past.results is not None:
         return {name: math.nan if mean is None else mean for name, mean in past.results.items()}
     return Unknown() if past is None or past.result is None else past.result
@@ -56,7 +56,7 @@ class Measure:
         self._names: tuple[str, ...] | None = None
 
     def of(self, micro_batch: Any, samples: int) -> Measured:
-        """What it returns for a micro-batch of so many samples."""
+        """What it returns for a micro-batch of ``samples`` samples."""
         answer = self._measure(micro_batch)
         if self._gather:
             return Measured(0.0, 0.0, output=predictions.encoded(answer, samples))

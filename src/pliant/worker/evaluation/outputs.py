@@ -1,9 +1,9 @@
-"""What an ``evaluate`` has gathered of its samples.
+"""The outputs that an ``evaluate`` has gathered.
 
 Question  Which outputs of the settled exchanges does this worker hold?
-Holds     Those of exchanges that it has settled itself, each micro-batch once. What was handed in and lost is not among
-          them, and neither is what was settled before this worker came or while it was away: whoever needs those
-          computes them again.
+Holds     It holds those of exchanges that it has settled itself, each micro-batch once. Outputs that were handed in and
+          lost, or settled before this worker came or while it was away, are missing: a worker that needs them computes
+          them again.
 Source    ours; docs/design/0017-evaluate.md.
 """
 
@@ -17,7 +17,7 @@ from pliant.types import Span
 
 
 class Outputs:
-    """Of one phase at a time, as bytes."""
+    """The outputs of one phase at a time, as bytes."""
 
     def __init__(self) -> None:
         self._phase = 0
@@ -34,7 +34,7 @@ class Outputs:
         self._phase, self._found = 0, []
 
     def taken(self, phase: int) -> list[tuple[MicroBatch, bytes]]:
-        """What is held of ``phase``; nothing is kept here any longer."""
+        """The outputs of ``phase``; they are not kept here any longer."""
         found = self._found if phase == self._phase else []
         self.forget()
         return found

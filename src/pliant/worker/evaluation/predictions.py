@@ -1,9 +1,9 @@
 """The outputs of single samples, gathered from all workers.
 
-Question  How does what a user's function returns for a micro-batch become one value per sample, on another worker?
+Question  How does the result of a user's function for a micro-batch become one value per sample, on another worker?
 Holds     A tensor is split by its first dimension, a list has one entry per sample, a dict or tuple of these is a dict
-          or tuple per sample; shapes may differ from sample to sample. Bytes hold types, shapes and raw numbers, and no
-          pickle. What comes back lies on the host.
+          or tuple per sample; shapes may differ from sample to sample. The bytes hold types, shapes and raw numbers,
+          and no pickle. Decoded tensors are on the host.
 Source    ours; docs/design/0017-evaluate.md. ``tensors.serialize`` has the skeleton of nested values.
 """
 
@@ -36,7 +36,7 @@ _decoder = msgspec.msgpack.Decoder(_Packed)
 
 
 def encoded(answer: Any, samples: int) -> bytes:
-    """What was computed of a micro-batch of so many samples, as bytes. Raises ``UsageError`` where it does not fit."""
+    """The outputs of a micro-batch as bytes. Raises ``UsageError`` unless there is one for each sample."""
     answer = _plain(answer)
     _check(answer, samples, "evaluate's measure returned")
     skeleton, tensors = serialize.flattened(answer, "measure(batch)")
@@ -52,7 +52,7 @@ def decoded(data: bytes, samples: int) -> list[Any]:
 
 
 def in_order(found: Iterable[tuple[MicroBatch, bytes]], length: int) -> list[Any]:
-    """The outputs of all samples of a dataset, by their place in it. Raises where one is missing or there twice."""
+    """The outputs of all samples of a dataset, by index. Raises if one is missing or there twice."""
     outputs: list[Any] = [_NONE] * length
     for micro_batch, data in found:
         positions = [position for start, stop in micro_batch for position in range(start, stop)]
@@ -66,7 +66,7 @@ def in_order(found: Iterable[tuple[MicroBatch, bytes]], length: int) -> list[Any
 
 
 _NONE = object()
-"""stands for an output that is not there"""
+"""stands for a missing output"""
 
 
 def _plain(value: Any) -> Any:
@@ -89,7 +89,7 @@ def _plain(value: Any) -> Any:
 
 
 def _check(answer: Any, samples: int, who: str) -> None:
-    """One output per sample."""
+    """Raise unless there is one output per sample."""
     if isinstance(answer, dict | tuple):
         if not answer:
             raise UsageError(f"{who} an empty {type(answer).__name__}: {_REMEDY}")

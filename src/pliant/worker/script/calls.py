@@ -1,9 +1,9 @@
 """Where the user's script is among the phases that the group has opened and ended.
 
-Question  Which of the group's phases is the call that this script is in, and is the group past it already?
-Holds     Scripts are alike: call number n of one is call number n of all. A worker that was away finds its place again
-          by counting: the calls it has left at the top, and those inside the present one. What was opened in the body
-          of a loop that had ended there (an *inner* phase) is counted from that end on.
+Question  Which of the group's phases is the call that this script is in, and has the group left it already?
+Holds     All workers run the same script: call number n of one is call number n of all. A worker that was away finds
+          its position by counting the top-level calls it has left, and those inside the present one. Calls in the body
+          of a loop whose phase has ended there (an *inner* phase) are counted from that end on.
 Source    docs/design/0007-elastic.md ("Past phases").
 """
 
@@ -17,20 +17,20 @@ from pliant.core.tickets import Kind
 
 
 class CallSamples(Protocol):
-    """What a call goes over. Looked at only where the group is not past the call: it may take long to make."""
+    """The samples of a call. Asked for only if the group is not past the call: making them may take long."""
 
     @property
     def length(self) -> int: ...
 
     @property
     def checksum(self) -> int:
-        """Of their order."""
+        """A checksum of their order."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Samples of which these two numbers are known."""
+    """Samples of which only these two numbers are known."""
 
     length: int
     checksum: int
@@ -60,7 +60,7 @@ class ScriptPosition:
         self._ended_inside: int | None = None
         """calls it had made inside the present one when that one's phase ended in its body, with a ``step``"""
         self._calls_in_body = False
-        """it has made a call since its loop's last draw: further ones come after that, whatever the group has done"""
+        """whether it has made a call since its loop's last draw: further ones come after it, whatever the group does"""
 
     @property
     def depth(self) -> int:
@@ -72,7 +72,7 @@ class ScriptPosition:
         if self.depth < 2:
             return f"{self.calls}"
         if self._ended_inside is not None:
-            # Who was a spare in the loop has made fewer calls in there; from its end on all make the same.
+            # A worker without samples has made fewer calls in the loop; from its end on all make the same.
             return f"{self.calls}+{self._nested - self._ended_inside}"
         return f"{self.calls}.{self._nested}"
 
@@ -88,17 +88,17 @@ class ScriptPosition:
     def enters(self, call: ScriptCall, group: GroupState) -> None:
         """The script makes a call."""
         if self.stack and group.open and not self._calls_in_body and self._ended_inside is None:
-            # Those before it may have been opened and ended without this worker.
+            # Earlier ones may have been opened and ended without this worker.
             self._nested = len(group.open[0].nested)
         self._calls_in_body = bool(self.stack)
         self.stack.append(call)
 
     def draws(self) -> None:
-        """A body of its loop begins, or what the script does with an update."""
+        """A body of its loop begins, or a function of ``on_update``."""
         self._calls_in_body = False
 
     def leaves(self) -> None:
-        """It is out of its innermost call."""
+        """The script has left its innermost call."""
         self.stack.pop()
         if self.stack:
             self._nested += 1
@@ -115,10 +115,10 @@ class ScriptPosition:
             self._ended_inside = self._nested
 
     def begins_anew(self) -> None:
-        """What this worker has seen of its loop's end does not count any more."""
+        """Forget that the loop has ended: this worker goes on from another worker's state."""
         self._ended_inside = None
 
-    # -- beside the group
+    # -- compared with the group
 
     def past(self, group: GroupState) -> FinishedPhase | None:
         """How the innermost call ended, if the group has left it."""
@@ -150,12 +150,12 @@ class ScriptPosition:
         return self.calls > len(group.past)
 
     def is_behind(self, group: GroupState) -> bool:
-        """Whether the script runs code between two calls that the group has run already."""
+        """Whether the script runs code between two calls that the group has already passed."""
         opened = bool(group.open) and not group.open[0].inner
         return not self.stack and self.calls < len(group.past) + opened
 
     def is_passed(self, group: GroupState) -> bool:
-        """Whether the group is in a later call than the top-level one that the script is in: it will come to that."""
+        """Whether the group is in a later call than the top-level one that the script is in."""
         opened = bool(group.open) and not group.open[0].inner
         return len(group.past) + opened > self.calls + 1
 
@@ -165,5 +165,5 @@ class ScriptPosition:
 
 
 def top_level_calls(group: GroupState) -> int:
-    """How many calls the group has left that every script makes, whether it was in the loops or not."""
+    """How many top-level calls the group has left."""
     return len(group.past)

@@ -1,10 +1,10 @@
-"""Functions of the script that are called when something has happened.
+"""Functions that the script has registered with ``on_update`` and ``on_roster``.
 
-Question  When does a function that the script has registered run, and on what?
-Holds     ``on_update`` is called once for each update, in their order, on every worker that holds the whole state and
-          whose script is in the loop, after the update is applied and before anything more is handed in: nothing of
-          this loop is in flight then, so an ``evaluate`` in it is opened by all of them at the same place. The model
-          shows the plain weights and the group's buffers, and the function leaves the weights as they are.
+Question  When does such a function run, and on which state?
+Holds     ``on_update`` is called once for each update, in order, on every worker that holds the whole state and whose
+          script is in the loop. It is called after the update is applied and before anything more is handed in: nothing
+          of this loop is in flight, so that all of them open an ``evaluate`` in it at the same place. The model shows
+          the plain weights and the group's buffers; the function must leave the weights as they are.
           ``on_roster`` is called between two exchanges.
 Source    ours; docs/design/0016-updates.md.
 """
@@ -21,7 +21,6 @@ from pliant.core.group_state import GroupState
 from pliant.core.rounds import Settled
 from pliant.errors import UsageError
 from pliant.types import WorkerId
-from pliant.worker.checkpoint_schedule import CheckpointSchedule
 from pliant.worker.poll import Poller
 from pliant.worker.training import Training
 from pliant.worker.worker_state import WorkerState
@@ -57,7 +56,7 @@ OnRoster = Callable[[tuple[WorkerId, ...], tuple[WorkerId, ...]], Any]
 
 
 def told(outcome: Settled, group: GroupState, grad_norm: float, rates: tuple[float, ...]) -> Update:
-    """What is told of an update that led to ``group``."""
+    """The ``Update`` for an update that led to ``group``."""
     return Update(
         round=outcome.round,
         updates=group.updates,
@@ -70,7 +69,7 @@ def told(outcome: Settled, group: GroupState, grad_norm: float, rates: tuple[flo
 
 
 class Registered:
-    """What a script has registered, and what cannot be called in it."""
+    """The functions that a script has registered, and the calls that are refused inside them."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -80,7 +79,7 @@ class Registered:
         """the name of the decorator whose functions are running"""
 
     def add_on_update(self, function: OnUpdate) -> None:
-        """Call it for each update from now on, after those that were registered before."""
+        """Call it for each update from now on, after the functions that were registered before."""
         self._on_update.append(function)
         self._training.takes_norm = True
 
@@ -90,11 +89,11 @@ class Registered:
 
     @property
     def follow_updates(self) -> bool:
-        """Whether anything is called for an update."""
+        """Whether any function is registered with ``on_update``."""
         return bool(self._on_update)
 
     def refuse(self, verb: str) -> None:
-        """Raise where ``verb`` is called in a function that was registered here, and cannot work there."""
+        """Raise if ``verb`` is called inside a registered function in which it cannot work."""
         if not self.inside:
             return
         if verb != "evaluate":
@@ -115,33 +114,32 @@ class Registered:
 
 
 class ReplayedHooks(Registered):
-    """Those of a script that is replayed: the journal says when each update was made."""
+    """The functions of a script that is replayed: the journal says when each update was made."""
 
     def call(self, update: Update) -> None:
-        """Call what was called for it."""
+        """Call the functions of ``on_update``."""
         with self._running("on_update"), self._training.plain():
             for function in self._on_update:
                 function(update)
 
 
 class Hooks(Registered):
-    """Those of a worker, and when they are called."""
+    """The functions of a worker's script, and when they are called."""
 
-    def __init__(self, member: WorkerState, lookout: Poller, checkpoints: CheckpointSchedule) -> None:
+    def __init__(self, member: WorkerState, lookout: Poller) -> None:
         super().__init__(member.training)
         self._member = member
         self._lookout = lookout
-        self._checkpoints = checkpoints
         self._roster: tuple[WorkerId, ...] = ()
-        """as it was told last"""
+        """the roster at the last call of ``on_roster``"""
         self.gone_on = False
-        """the others have run theirs and gone on without an ``evaluate``"""
+        """the others have called theirs, and none of them has opened an ``evaluate`` in it"""
         self._pending: Update | None = None
         self._exchange = 0
-        """that of its round"""
+        """the exchange in which the pending update's round was settled"""
         self._then: Callable[[], None] = lambda: None
         self._writes = True
-        """a function may write to the weights (and put them back): they are compared"""
+        """a function may write to the weights and put them back: compare them before and after"""
 
     def add_on_update(self, function: OnUpdate) -> None:
         super().add_on_update(function)
@@ -150,15 +148,15 @@ class Hooks(Registered):
     # -- updates
 
     def note(self, outcome: Settled, rates: tuple[float, ...], then: Callable[[], None]) -> None:
-        """An update was applied here: its functions are due, and ``then`` what comes after them."""
+        """An update was applied here: its functions are due, and ``then`` is called after them."""
         member = self._member
         self._exchange = member.group.exchange
         self._pending = told(outcome, member.group, member.training.grad_norm, rates)
         self._then = then
         self._lookout.in_hook = True
-        self._checkpoints.install_users_state()
-        if member.eras is not None and member.fresh and member.eras.holds_all:
-            member.eras.keep_before_hooks(self._exchange)
+        member.users_state.install_restored(member.script.calls)
+        if member.fresh:
+            member.users_state.keep_before_hooks(self._exchange)
 
     @property
     def due(self) -> bool:
@@ -166,18 +164,18 @@ class Hooks(Registered):
         return self._pending is not None
 
     def call(self, *, gone_on: bool = False) -> None:
-        """Call what is due. ``gone_on``: the others have done so, and none of them has opened an ``evaluate``."""
+        """Call the functions that are due. ``gone_on``: the others have, and none has opened an ``evaluate``."""
         update, member = self._pending, self._member
         if update is None:
             return
         if not member.follows:
-            # Where the era ends meanwhile it is still due, in the next one.
+            # If the era ends meanwhile, they are still due in the next one.
             self._take_users_state()
         self._pending = None
         if member.follows:
             self._lookout.in_hook = False
             return
-        # A spare has no loop body: what it calls is counted from here on.
+        # A member without samples runs no loop body: its calls are counted from here on.
         member.script.draws()
         if update.ends_epoch:
             member.script.ended_in_body()
@@ -191,12 +189,12 @@ class Hooks(Registered):
         with training.plain():
             before = training.fingerprint.whole() if self._writes else None
             versions = _versions(training.parameters)
-            # Weights that are swapped for others meanwhile are not handed on.
+            # Weights that the function swaps in for a while are not handed on to newcomers.
             self._lookout.swapped = lambda: _versions(training.parameters) != versions
             for function in self._on_update:
                 function(update)
             if not self._member.follows and _versions(training.parameters) != versions:
-                # Weights that are swapped for others and back again are as they were.
+                # Weights that were swapped and put back are as they were.
                 self._writes = True
                 if before is not None and training.fingerprint.whole() != before:
                     raise UsageError(_CHANGED)
@@ -204,16 +202,15 @@ class Hooks(Registered):
                 self._writes = False
 
     def _take_users_state(self) -> None:
-        """A newcomer's first: the user's state as the others had it when they called theirs."""
-        eras = self._member.eras
-        if eras is not None and eras.lacks_users_state:
-            exchange, member = self._exchange, self._member
-            self._lookout.wait_at_rest(lambda: eras.state_before_hooks_arrived(member.group, exchange))
+        """Before the first one on a newcomer: wait for the user's state that the others had when they called theirs."""
+        exchange, member = self._exchange, self._member
+        if member.users_state.is_lacking:
+            self._lookout.wait_at_rest(lambda: member.users_state.arrived_before_hooks(member.group, exchange))
 
     # -- the roster
 
     def look(self) -> None:
-        """Between two exchanges: has the roster changed since it was told?"""
+        """Between two exchanges: call ``on_roster`` if the roster has changed since its last call."""
         group = self._member.group
         if group.era == 0 or group.roster == self._roster or self.inside:
             return
@@ -245,5 +242,5 @@ class Hooks(Registered):
 
 
 def _versions(parameters: list[Any]) -> int:
-    """Grows with every change in place."""
+    """A number that grows with every change in place."""
     return sum(getattr(p, "_version", 0) for p in parameters)

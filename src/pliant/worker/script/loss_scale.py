@@ -1,10 +1,9 @@
 """The loss scale of mixed precision, and the script's ``torch.amp.GradScaler``.
 
-Question  What is a loss multiplied with, and what does the script's scaler say meanwhile?
-Holds     The group's scale (``core.tuning.loss_scale``) is the only one. The scaler is never asked to step, unscale or
-          update; after each round it is told where the group is, so that ``get_scale`` and ``state_dict`` say the truth
-          on every worker. What the script calls of it out of habit would scale twice or unscale too early: it is
-          refused.
+Question  By what is a loss multiplied, and what does the script's scaler report meanwhile?
+Holds     The group's scale (``core.tuning.loss_scale``) is the only one. The scaler never steps, unscales or updates;
+          after each round it is set to the group's scale, so that ``get_scale`` and ``state_dict`` are right on every
+          worker. The usual calls of a scaler in the script would scale twice or unscale too early: they are refused.
 Source    torch.amp.GradScaler; docs/design/0004-numerics.md; docs/guide/mixed-precision.md.
 """
 
@@ -35,7 +34,7 @@ _NOTE = (
     "scaler.update from the loop; run.backward(loss) and run.step() are enough"
 )
 
-# Nodes looked at for a loss that was scaled already; users put a division or a sum behind that at most.
+# How many graph nodes are searched for a loss that was scaled already; at most a division or a sum follows in practice.
 _NODES = 16
 
 
@@ -45,7 +44,7 @@ class LossScale:
     def __init__(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
         self._scaler = scaler
         self._optimizer = optimizer
-        # A scaler that has scaled nothing has no scale yet, and answers every other call with an assertion.
+        # A scaler that has scaled nothing has no scale yet, and fails every other call with an assertion.
         scaler.scale(torch.zeros((), device=optimizer.param_groups[0]["params"][0].device))
         self._scale = self._told()
         self._account = scaler._per_optimizer_states
@@ -73,7 +72,7 @@ class LossScale:
         return self._scaler.scale(loss)
 
     def follow(self, *, finite: bool) -> float:
-        """Move as all workers do after a round; by which factor it has moved."""
+        """Change the scale as all workers do after a round; returns the factor by which it changed."""
         before = self._scale.scale
         self._set(loss_scale.after(self._scale, finite=finite))
         return self._scale.scale / before
@@ -93,7 +92,7 @@ class LossScale:
     # -- handing on
 
     def state(self) -> list[float]:
-        """The scale and all that moves it, as numbers."""
+        """The scale and what determines its changes, as numbers."""
         return list(msgspec.structs.astuple(self._scale))
 
     def take(self, state: Sequence[float]) -> None:

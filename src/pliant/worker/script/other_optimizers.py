@@ -1,10 +1,10 @@
 """Optimizers of the script other than the one given to ``join``.
 
 Question  Does the script train something beside the run, which would differ from worker to worker?
-Holds     In force from ``join`` to the end of the run only. An optimizer that holds parameters of the model, of the
+Holds     The rules hold from ``join`` to the end of the run. An optimizer that holds parameters of the model, of the
           joined optimizer or of ``state=`` objects may not step at all. Any other one may not step in two micro-batches
-          of a loop over batches: it would train on this worker's samples alone. One that is made and dropped within a
-          micro-batch (adversarial examples), or that steps outside of a loop, is nobody's business. So are the parts of
+          of a loop over batches: it would train on this worker's samples alone. An optimizer that is made and dropped
+          within a micro-batch (adversarial examples), or that steps outside of a loop, is allowed. So are the parts of
           which a joined optimizer is made: they step while it does.
 Source    torch.optim.optimizer.register_optimizer_step_pre_hook, which sees the steps of the whole process: threads
           with runs of their own look only at steps of their own thread, and at optimizers with their parameters.
@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from pliant.errors import UsageError
 
 _joined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""the optimizers of the runs of this process that are not closed"""
+"""the optimizers of the open runs of this process"""
 
 
 def check_not_joined(optimizer: Optimizer) -> None:
@@ -37,7 +37,7 @@ def check_not_joined(optimizer: Optimizer) -> None:
 
 
 class OtherOptimizers:
-    """Watches all optimizers' steps for one run."""
+    """Watches the steps of all optimizers, for one run."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class OtherOptimizers:
         self._drawn = 0
         self._in_loop = False
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        """the micro-batch in which each of them has stepped; weak, since the next one may get the same address"""
+        """the micro-batch in which each of them has stepped; weak, since the next object may get the same address"""
         _joined.add(optimizer)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
@@ -68,12 +68,12 @@ class OtherOptimizers:
         self._in_loop = False
 
     def close(self) -> None:
-        """The run is over: other optimizers are the script's own affair."""
+        """The run is over: other optimizers may step again."""
         self._hook.remove()
         _joined.discard(self._optimizer)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        # The run's own optimizer has a hook of its own, and may be made of others.
+        # The run's own optimizer has its own hook, and may consist of others.
         if optimizer in _joined or self._stepping():
             return
         name = type(optimizer).__name__
@@ -94,7 +94,7 @@ class OtherOptimizers:
             )
 
     def _held(self) -> set[int]:
-        """What only the run may change. Taken when asked for: the script may have put another object into ``state``."""
+        """What only the run may change. Computed anew: the script may have put another object into ``state``."""
         return set(_identities([self._model, self._optimizer, *_objects(self._state.values())]))
 
 
@@ -120,6 +120,6 @@ def _identities(owners: Iterable[Any]) -> Iterator[int]:
             try:
                 found: list[Any] = list(owner.parameters())
             except Exception:
-                # Whatever it means by the word, it is not a module's.
+                # It is not a module's ``parameters``.
                 continue
             yield from (id(p) for p in found if isinstance(p, Tensor))

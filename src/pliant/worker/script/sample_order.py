@@ -1,9 +1,10 @@
-"""Which sample of the dataset stands at a position of an epoch.
+"""The order of the samples: which sample of the dataset is at a position of an epoch.
 
 Question  How does a position become an index, without a table of the whole epoch?
-Holds     The order of (seed, epoch, length) is a permutation, the same on every worker, computed for the positions that
-          are asked for: an epoch of any length begins at once and costs a few hundred kilobytes. What the user's
-          ``order`` returns is read where it lies and never copied. Nothing is made for a call that the group is past.
+Holds     The order of (seed, epoch, length) is a permutation, the same on every worker. Only the positions that are
+          asked for are computed: an epoch of any length begins at once and costs a few hundred kilobytes. What the
+          user's ``order`` returns is read in place and never copied. No order is made for a call that the group has
+          left already.
 Source    A Feistel network over two unequal halves, with cycle walking (Black and Rogaway, 2002, "Ciphers with
           arbitrary finite domains", method FE2 with addition); splitmix64's finaliser; docs/design/0019-order.md.
 """
@@ -31,13 +32,13 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 ROUNDS, ROUNDS_OF_SHORT, SHORT = 8, 16, 256
 """Four make pairs of positions independent where the halves are large; for five samples ten are too few."""
 _TABLED = 1 << 17
-"""Longer halves (more than 1.7e10 samples) are mixed as they are asked for: their tables would take 8 MB and more."""
+"""Longer halves (more than 1.7e10 samples) are mixed on demand: their tables would take 8 MB and more."""
 _ALONE = 7
-"""Up to so many positions plain numbers are quicker than arrays."""
+"""Up to this many positions plain numbers are faster than arrays."""
 _CHUNK = 1 << 16
-"""Indices that are looked at together: half a megabyte."""
+"""Indices that are processed together: half a megabyte."""
 WHOLLY_COMPARED = 1 << 20
-"""Up to so many indices every one is compared, whatever holds them."""
+"""Up to this many indices every one is compared, whatever holds them."""
 _MASK = (1 << 64) - 1
 
 
@@ -46,7 +47,7 @@ class Order(Protocol):
 
     @property
     def checksum(self) -> int:
-        """32 bits in which two workers with different orders differ."""
+        """32 bits that differ between workers with different orders."""
         ...
 
     def __len__(self) -> int: ...
@@ -82,7 +83,7 @@ class Shuffled:
         self._length = length
         self.checksum = zlib.crc32(f"{FEISTEL} {seed} {epoch} {length}".encode())
         high = math.isqrt(max(length - 1, 0)) + 1
-        # The domain has fewer than ``high`` numbers too many: a walk is rare.
+        # The domain has fewer than ``high`` numbers too many: walks are rare.
         self._sizes = high, max(1, -(-length // high))
         rounds = ROUNDS if length >= SHORT else ROUNDS_OF_SHORT
         bits = stream(seed, epoch, length, ORDER)
@@ -171,11 +172,11 @@ def _round(key: int, values: Indices, size: int) -> Indices:
 
 
 class Given:
-    """What the user's ``order`` has returned for an epoch, read where it lies.
+    """What the user's ``order`` has returned for an epoch, read in place.
 
-    Compared between workers are the length and the indices: all of them in an array or a tensor, and in any sequence of
-    up to 2²⁰; of a longer list, range or lazy sequence those at 65,536 positions spread over it, the ends included. An
-    index that no sample has is refused when it is compared, or else when it is drawn.
+    Workers compare the length and the indices: all of them in an array or a tensor, and in any sequence of up to 2²⁰;
+    of a longer list, range or lazy sequence those at 65,536 positions spread over it, the ends included. An index that
+    no sample has is refused when it is compared, or else when it is drawn.
     """
 
     def __init__(self, indices: Any, epoch: int, samples: int, *, scheme: str = FEISTEL) -> None:
@@ -289,7 +290,7 @@ def epoch_order(order: UserOrder | None, seed: int, epoch: int, length: int, sch
 
 
 class Ordering:
-    """The order of one call: made when it is first asked for, by the scheme that the group then has."""
+    """The order of one call, made when it is first asked for, by the scheme that the group has then."""
 
     def __init__(self, make: Callable[[str], Order], scheme: Callable[[], str]) -> None:
         self._make = make

@@ -1,9 +1,9 @@
-"""Who moves the learning rate.
+"""Detects learning rates that the script changes beside Pliant.
 
 Question  Has the script stepped a scheduler that Pliant steps, or one that Pliant does not know of?
-Holds     Between two calls of ``backward`` only Pliant's own steps, and states that it has taken over, move the given
-          scheduler. Without a given one, the rates of an optimizer that some scheduler was made for do not move; where
-          there is none at all, the script may set them as it likes.
+Holds     Between two calls of ``backward`` the given scheduler changes only by Pliant's own steps and by states that
+          were taken over. Without a given one, the rates of an optimizer that some scheduler was made for must not
+          change; if there is no scheduler at all, the script may set them as it likes.
 Source    ours.
 """
 
@@ -28,17 +28,17 @@ _UNKNOWN = (
 
 
 class ScheduleGuard:
-    """Compares, before each ``backward``, where the schedule is with where Pliant has left it."""
+    """Compares the schedule, before each ``backward``, with what Pliant has left it at."""
 
     def __init__(self, scheduler: Any | None, optimizer: Optimizer) -> None:
         self._scheduler, self._optimizer = scheduler, optimizer
         self._left: list[Any] | None = None
-        """where it was left; None: not known, so that anything is right (at the start, and after a takeover)"""
+        """where it was left; None: unknown, so that anything is right (at the start, and after state was installed)"""
         self._added: list[float] = []
-        """by Pliant since then"""
+        """what Pliant's own steps have added since then"""
 
     def check(self) -> None:
-        """Raise if the script has moved it since the last time."""
+        """Raise if the script has changed it since the last check."""
         now = self._now()
         if now is None:
             return
@@ -46,7 +46,7 @@ class ScheduleGuard:
         if self._left is not None and self._added:
             expected = [a + b for a, b in zip(self._left, self._added, strict=True)]
         self._left, self._added = now, []
-        # A parameter group that was added since brings its own rate.
+        # A parameter group that was added since then has its own rate.
         if now[: len(expected)] != expected:
             raise UsageError(_UNKNOWN if self._scheduler is None else _STEPPED)
 
@@ -58,7 +58,7 @@ class ScheduleGuard:
         self._added = [a + b for a, b in zip(self._added, made, strict=True)] if self._added else made
 
     def forget(self) -> None:
-        """The state of scheduler and optimizer was taken over from another worker, or from a checkpoint."""
+        """The state of scheduler and optimizer was installed, from another worker or a checkpoint."""
         self._left, self._added = None, []
 
     def _now(self) -> list[Any] | None:
@@ -71,7 +71,7 @@ class ScheduleGuard:
 
 
 def _counts(scheduler: Any) -> list[float]:
-    """How far it is; those that it consists of included."""
+    """The counters of a scheduler, and of those that it consists of."""
     counts = [getattr(scheduler, name, 0) for name in ("last_epoch", "_step_count")]
     found: list[float] = [count if isinstance(count, int | float) else 0 for count in counts]
     for inner in getattr(scheduler, "_schedulers", ()):

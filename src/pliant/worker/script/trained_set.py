@@ -1,10 +1,10 @@
 """The parameters that this worker's script trains now.
 
-Question  Which parameters does the script train at this moment, and how does a newcomer come to train the same ones?
+Question  Which parameters does the script train at present, and how does a newcomer come to train the same ones?
 Holds     All parameters that can ever be trained exist at ``join``: the optimizer's and the model's. A parameter is
           trained while it is in a parameter group and requires a gradient. The script may change that between any two
-          updates; what nobody could follow (a parameter that was replaced or made later, a group that was removed,
-          another dtype) is refused, with the remedy.
+          updates. Changes that other workers could not follow (a parameter that was replaced or made later, a group
+          that was removed, another dtype) are refused, with the remedy.
 Source    docs/design/0018-trained-set.md.
 """
 
@@ -47,14 +47,14 @@ class TrainedSet:
         self._index = {id(p): index for index, p in enumerate(self.parameters)}
         self._kinds = [(p.dtype, p.device) for p in self.parameters]
         self._groups: list[list[int]] = []
-        """the parameter groups, as they were looked at last"""
+        """the parameter groups, as of the last look"""
         self._lengths: list[int] = []
         self._requires: list[bool] = []
         self._now = b""
         self._pending: Mapping[str, Any] | None = None
-        """what was taken over and is still to be put in place"""
+        """a state that was taken over and is still to be applied"""
         self._known = 0
-        """groups that were there when it came: they have its hyper-parameters already"""
+        """how many groups there were then: they have its hyper-parameters already"""
         self.look()
 
     # -- what is trained
@@ -62,7 +62,7 @@ class TrainedSet:
     def look(self) -> bytes:
         """The set of parameters that are trained now. Raises ``UsageError`` on a change that cannot be followed."""
         requires = [p.requires_grad for p in self.parameters]
-        # Their lengths tell almost every change at a fraction of the time; ``check`` compares all of it.
+        # Lengths show almost every change, at a fraction of the time; ``check`` compares everything.
         lengths = [len(group["params"]) for group in self._optimizer.param_groups]
         if requires == self._requires and lengths == self._lengths:
             return self._now
@@ -76,7 +76,7 @@ class TrainedSet:
 
     @property
     def optimized(self) -> list[int]:
-        """All that the optimizer holds, frozen or not."""
+        """The indices of all parameters that the optimizer holds, frozen or not."""
         return [index for group in self._groups for index in group]
 
     def _take_groups(self) -> None:
@@ -99,7 +99,7 @@ class TrainedSet:
         self._groups = groups
 
     def check(self) -> None:
-        """Raise where the model has other parameters than at ``join``, or they have another type."""
+        """Raise if the model has other parameters than at ``join``, or they have another type."""
         self._take_groups()
         for index, (p, kind) in enumerate(zip(self.parameters, self._kinds, strict=True)):
             if (p.dtype, p.device) != kind:
@@ -115,12 +115,12 @@ class TrainedSet:
                 )
 
     def name(self, index: int) -> str:
-        """What a message calls a parameter."""
+        """The name of a parameter in messages."""
         found = self._names.get(id(self.parameters[index]))
         return found or f"parameter {index} of the optimizer (shape {tuple(self.parameters[index].shape)})"
 
     def named(self, indices: Sequence[int]) -> str:
-        """Several of them."""
+        """The names of several parameters in messages."""
         names = [self.name(index) for index in indices]
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         return ", ".join(names[:_MOST_NAMES]) + more
@@ -128,7 +128,7 @@ class TrainedSet:
     # -- taking the group's set over
 
     def state_dict(self) -> dict[str, Any]:
-        """What a newcomer needs to train the same parameters, in the same groups."""
+        """What a newcomer needs in order to train the same parameters, in the same groups."""
         if self._pending is not None:
             return dict(self._pending)
         self.look()
@@ -144,8 +144,8 @@ class TrainedSet:
     def take_over(self, state: Mapping[str, Any], *, later: bool, hyper: bool = True) -> None:
         """Train what the group trains; ``later``: once the script has come to where the group is (``settle``).
 
-        Code of the script that the group is past may still change it on the way. Without ``hyper`` the groups that are
-        there keep their hyper-parameters: the schedule has moved them.
+        On its way there the script may still change the set. Without ``hyper`` the existing groups keep their
+        hyper-parameters: the schedule has set them.
         """
         own = self._optimizer.param_groups
         self._pending, self._known = state, len(own)
@@ -155,7 +155,7 @@ class TrainedSet:
             self.settle()
 
     def settle(self) -> None:
-        """Have the groups and frozen parameters that were taken over."""
+        """Apply the state that was taken over: parameter groups, and which parameters are frozen."""
         state, self._pending = self._pending, None
         if state is None:
             return
@@ -169,7 +169,7 @@ class TrainedSet:
                         "optimizer alike on every worker, and add groups in the same order"
                     )
                 if number >= self._known:
-                    # The script has added it on its way; what has become of it since is in the state.
+                    # The script has added it on its way; the state has its present hyper-parameters.
                     own[number].update(hyper)
             else:
                 self._optimizer.add_param_group({"params": [self.parameters[index] for index in group], **hyper})
@@ -179,7 +179,10 @@ class TrainedSet:
         self.look()
 
     def adopt(self, agreed: bytes) -> list[int]:
-        """Train what the group has agreed on, where this script's own code has not run; what the optimizer lacks."""
+        """Train what the group has agreed on, although this script's code for it has not run.
+
+        Returns the parameters that the optimizer lacks.
+        """
         wanted = set(members(agreed))
         held = set(self.optimized)
         for index, p in enumerate(self.parameters):
