@@ -9,12 +9,9 @@ Source    docs/design/0012-replay.md.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +38,7 @@ from pliant.core.tickets import Kind, Sums
 from pliant.errors import Diverged, UsageError
 from pliant.replay import buffers
 from pliant.replay.buffers import BufferViews
+from pliant.replay.calls import ReplayedCall
 from pliant.replay.compare import NAMES, Comparison, refuse_other_call, refuse_other_settings
 from pliant.replay.contributions import ReplayedContributions
 from pliant.replay.cursor import TraceCursor, start_before
@@ -58,21 +56,6 @@ class ReplayOver(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(0)
-
-
-@dataclass(slots=True)
-class _ReplayedCall:
-    """A call of ``batches`` or ``evaluate`` that the script is in."""
-
-    kind: Kind
-    phase: int
-    result: float | None = None
-    over: bool = False
-    results: dict[str, float | None] | None = None
-    total: float = 0.0
-    count: float = 0.0
-    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
-    outputs: list[tuple[MicroBatch, bytes]] = field(default_factory=list)
 
 
 class Replayer:
@@ -100,8 +83,8 @@ class Replayer:
         self._reading = TraceCursor(score.items)
         self._exchanging: TracedExchange | None = None
         """the part of an ``evaluate`` that is being computed"""
-        self._calls: list[_ReplayedCall] = []
-        self._last: _ReplayedCall | None = None
+        self._calls: list[ReplayedCall] = []
+        self._last: ReplayedCall | None = None
         """the one that the script has just left"""
         self._micro_batch: MicroBatch | None = None
         """that was drawn last"""
@@ -231,9 +214,7 @@ class Replayer:
         assert part is not None
         self._takes.add(part, weight, loss_sum)
         self._reading.computed = True
-        for name, total, count in sums:
-            before = call.sums.get(name, (0.0, 0.0))
-            call.sums[name] = before[0] + total, before[1] + count
+        call.measured(sums)
         if output is not None and self._micro_batch is not None:
             call.outputs.append((self._micro_batch, output))
 
@@ -271,7 +252,7 @@ class Replayer:
     def left(self) -> FinishedPhase | None:
         """The script is out of its innermost call: how that ended."""
         self._last = call = self._calls.pop()
-        return FinishedPhase(call.kind, 0, call.result, results=call.results)
+        return call.finished
 
     def note_progress(self) -> None:
         """Nobody waits."""
@@ -353,7 +334,7 @@ class Replayer:
         # The order that is compared is made by what the run's policy says.
         self.group = item.group
         refuse_other_call(call, self._limit, record, self._agreed)
-        self._calls.append(_ReplayedCall(call.kind, record.phase))
+        self._calls.append(ReplayedCall(call.kind, record.phase))
         if call.kind is Kind.TRAIN:
             self._views.begin(self.training.buffers.training_bits())
 
@@ -403,7 +384,7 @@ class Replayer:
         self.group = group
         if call is None:
             return
-        call.over, call.result, call.results = True, record.result, record.results or None
+        call.end(record)
         if call.kind is Kind.TRAIN:
             self._takes.forget()
             self._views.drain(group)
@@ -411,12 +392,7 @@ class Replayer:
             self._follow_update()
             return
         self.findings.evaluations += 1
-        if record.result is not None and call.count:
-            self._comparison.result(call.total / call.count, record.result, group.round)
-        for name, mean in record.results.items():
-            total, count = call.sums.get(name, (0.0, 0.0))
-            if mean is not None:
-                self._comparison.result(total / count if count else math.nan, mean, group.round, name)
+        call.compare(self._comparison, record, group.round)
         if record.result is not None and not group.open and not group.past.ended_inside:
             self.training.evaluated(record.result)
 
@@ -474,5 +450,5 @@ def enrolled(
     offer: JoinRequest, score: Trace, findings: Findings, *, since: int | None, until: int | None, weights: Path | None
 ) -> Session:
     """The membership of a script that is replayed."""
-    player: Any = Replayer(score, offer, findings, since=since, until=until, weights=weights)
+    player = Replayer(score, offer, findings, since=since, until=until, weights=weights)
     return Session(player, None, offer.carried)

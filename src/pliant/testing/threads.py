@@ -23,6 +23,7 @@ from pliant.errors import RunEnded
 from pliant.run import Run, join
 from pliant.tensors.process_group import gloo as groups
 from pliant.types import WorkerId
+from pliant.worker.journal import LineSink
 from pliant.worker.loop import Worker
 from pliant.worker.session import JoinRequest, Session, formed, taken_over
 
@@ -77,7 +78,7 @@ class _Recorder:
 
     def joined(self, records: int) -> None: ...
 
-    def moved(self, link: Any) -> None: ...
+    def moved(self, link: LineSink) -> None: ...
 
     def confirmed(self) -> None: ...
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
+from pliant.tensors.process_group.channel import Summation
 from pliant.worker.checkpoint_schedule import CheckpointSchedule
 from pliant.worker.collectives import Collectives
 from pliant.worker.elastic.rendezvous import EraBroken
@@ -121,7 +121,7 @@ class Poller:
             self.progress()
             eras.place.link.tell_position()
 
-    def wait(self, summation: Any, meanwhile: Callable[[], None] | None = None) -> float:
+    def wait(self, summation: Summation, meanwhile: Callable[[], None] | None = None) -> float:
         """Wait until the exchange is over; the seconds it took. Raises when the era or the run has ended instead."""
         start = self._clock()
         if not summation.over:
@@ -135,7 +135,7 @@ class Poller:
             self.progress()
         return self._clock() - start
 
-    def wait_briefly(self, summation: Any, at_most_s: float) -> float:
+    def wait_briefly(self, summation: Summation, at_most_s: float) -> float:
         """The same for so long at most, without a rest: the update that it is for has not been made."""
         start = self._clock()
         while not summation.wait(LOOK_S) and self._clock() - start < at_most_s:

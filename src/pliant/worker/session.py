@@ -38,15 +38,17 @@ from pliant.tensors import checkpoint, handoff, weights
 from pliant.tensors import serialize as states
 from pliant.tensors.process_group import gloo as groups
 from pliant.tensors.process_group import nccl
+from pliant.tensors.process_group.channel import Channel
 from pliant.types import WorkerId
 from pliant.worker.checkpoint_writer import CheckpointWriter
 from pliant.worker.elastic.catch_up import install_state, stated
 from pliant.worker.elastic.eras import Eras
-from pliant.worker.elastic.rendezvous import PendingGroup, Rendezvous
+from pliant.worker.elastic.rendezvous import CoordinatorLink, PendingGroup, Rendezvous
 from pliant.worker.elastic.signature import check_device, device_of, signature, summary
 from pliant.worker.journal import JournalReporter, NullJournal
 from pliant.worker.loop import Worker
 from pliant.worker.script.trained_set import all_parameters
+from pliant.worker.script.training_loop import TrainingLoop
 from pliant.worker.training import Training
 
 _ALONE = "alone"
@@ -83,7 +85,7 @@ class Session:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: TrainingLoop,
         size: int | None,
         carried: dict[str, Any],
         eras: Eras | None = None,
@@ -101,7 +103,7 @@ class Session:
         """what to do with the final state before it is the script's alone"""
 
     @property
-    def link(self) -> Any:
+    def link(self) -> CoordinatorLink | None:
         """The line to the coordinator; another one after a return."""
         return None if self._eras is None else self._eras.place.link
 
@@ -160,7 +162,7 @@ class Session:
             _depart(self.link, error)
 
 
-def _depart(link: Link, error: BaseException) -> None:
+def _depart(link: CoordinatorLink, error: BaseException) -> None:
     """Say why and go. A user's exception goes on its way; its traceback is Python's to show."""
     if isinstance(error, Left):
         return
@@ -262,7 +264,7 @@ def _entered(job: Job, link: Link, offer: JoinRequest) -> Session:
         eras.place.link.close()
         return placed(_connected(job))
 
-    def share(channel: Any, look: Callable[[], None]) -> None:
+    def share(channel: Channel, look: Callable[[], None]) -> None:
         taken_over(channel, offer, look)
         training.read_scale()
 
@@ -377,7 +379,7 @@ def formed(
 class _Watched:
     """A group's broadcast that ends when the era does."""
 
-    def __init__(self, channel: Any, look: Callable[[], None]) -> None:
+    def __init__(self, channel: Channel, look: Callable[[], None]) -> None:
         self.place: int = channel.place
         self._channel = channel
         self._look = look
@@ -386,7 +388,7 @@ class _Watched:
         self._channel.broadcast(tensor, 0, self._look)
 
 
-def taken_over(channel: Any, offer: JoinRequest, look: Callable[[], None] = lambda: None) -> None:
+def taken_over(channel: Channel, offer: JoinRequest, look: Callable[[], None] = lambda: None) -> None:
     """Everybody takes over the leader's state: tensors in place, objects by ``load_state_dict``, plain values."""
     if channel.members == 1:
         return

@@ -23,6 +23,7 @@ from pliant.core.finished_calls import NONE, FinishedCall, FinishedCalls
 from pliant.core.group_state import FinishedPhase, GroupState, Standing
 from pliant.core.regrouping import Entry
 from pliant.core.tickets import NOWHERE, Kind, point
+from pliant.tensors.process_group.channel import Channel
 from pliant.types import WorkerId
 from pliant.worker.elastic import catch_up
 from pliant.worker.elastic.catch_up import CatchUp, StateRecipient
@@ -136,7 +137,7 @@ class Eras:
         donor: StateDonor,
         connect: Callable[[str], StateRecipient],
         carried: Mapping[str, Any],
-        share: Callable[[Any, Callable[[], None]], None],
+        share: Callable[[Channel, Callable[[], None]], None],
         come_back: Callable[[], Rendezvous],
         overdue: Callable[[], Callable[[], None] | None] = lambda: None,
         say: Callable[[str], None] = catch_up.say_to_user,
