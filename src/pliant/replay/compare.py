@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, cast
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 
 from pliant.core.journal.records import PhaseRecord, PolicyRecord, RoundRecord
@@ -20,6 +19,7 @@ from pliant.core.journal.trace import TracedContribution
 from pliant.core.tickets import Flag, Kind
 from pliant.errors import Diverged, UsageError
 from pliant.replay.findings import Difference, Findings, of_weights
+from pliant.tensors.weights import open_weights
 from pliant.worker.elastic.signature import signature, summary
 from pliant.worker.script.calls import ScriptCall
 from pliant.worker.session import JoinRequest
@@ -140,12 +140,12 @@ class Comparison:
             return
         training.back()
         try:
-            with training.plain(), safe_open(str(path), framework="pt") as file:
+            with training.plain(), open_weights(path) as file:
                 there = (file.metadata() or {}).get("round")
                 if there is not None and int(there) != number:
                     findings.not_compared = f"those in {path.name} are of round {there}"
                     return
-                findings.weights = of_weights(model.state_dict(), cast(Any, file), findings.last_round)
+                findings.weights = of_weights(model.state_dict(), file, findings.last_round)
         except (SafetensorError, OSError) as error:
             raise UsageError(f"cannot read weights from {path}: {error}; give a file that run.save wrote") from None
         findings.compared = f"the weights in {path.name}"

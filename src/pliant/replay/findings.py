@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pliant.errors import Diverged
+from pliant.tensors.weights import WeightsFile
 
 EXACT = 1e-9
 """Two computations in float64 agree to this: the same sums in another order."""
@@ -79,7 +79,7 @@ class Findings:
         return self.first is None and not (apart and self.exact)
 
 
-def of_weights(state: dict[str, Tensor], file: Any, number: int) -> Difference:
+def of_weights(state: dict[str, Tensor], file: WeightsFile, number: int) -> Difference:
     """The largest difference of any tensor, as a part of that tensor's largest number."""
     largest = Difference(0.0, "weights", number, "", 0.0, 0.0)
     for name in file.keys():  # noqa: SIM118 - no mapping

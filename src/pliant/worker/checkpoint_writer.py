@@ -24,6 +24,7 @@ from pliant.core.group_state import FinishedPhase, GroupState
 from pliant.errors import CheckpointError
 from pliant.tensors.background_copy import BackgroundCopy, CopyMemory
 from pliant.tensors.checkpoint import Manifest
+from pliant.types import is_dict
 from pliant.worker.elastic import catch_up
 from pliant.worker.elastic.eras import GroupSnapshot
 from pliant.worker.training import Training
@@ -262,7 +263,7 @@ def _compare(manifest: Manifest, handed: GroupSnapshot, state: Any, training: Tr
             "use those, or another directory for this run"
         )
     wanted = set(catch_up.everything(training, live=handed.live))
-    if not isinstance(state, dict) or wanted != set(state) - {catch_up.STATE}:
+    if not is_dict(state) or wanted != set(state) - {catch_up.STATE}:
         raise CheckpointError(f"checkpoint {manifest.name} is of another model: it has other parameters or buffers")
     for index, p in enumerate(training.parameters):
         value = state[f"p{index}"]["value"]

@@ -10,7 +10,6 @@ Source    docs/protocol.md ("Following", "Planned change").
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -85,7 +84,7 @@ class Collectives:
     def gathered(self, summation: Summation) -> tuple[list[Ticket], int]:
         """The tickets of an exchange that is over, and the union of their bitmaps."""
         unpacked = [tickets.unpack(data) for data in reached(summation.tickets)]
-        bitmap = functools.reduce(operator.or_, (bits for _, bits in unpacked))
+        bitmap = functools.reduce(int.__or__, (bits for _, bits in unpacked))
         return [ticket for ticket, _ in unpacked], bitmap
 
     def added_up(self, summation: Summation) -> None:

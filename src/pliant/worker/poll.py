@@ -9,7 +9,7 @@ Source    docs/protocol.md ("Unplanned change", "Handing the state on").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from pliant.tensors.process_group.channel import Summation
@@ -104,7 +104,7 @@ class Poller:
             member.eras.progress(member.group, member.standing, self._clock(), at, ending=self.ending)
 
     @contextmanager
-    def busy(self, what: str, seconds: float | None) -> Iterator[None]:
+    def busy(self, what: str, seconds: float | None) -> Generator[None]:
         """The script does something of its own for a while: the others need not wait for it."""
         eras = self._member.eras
         if eras is None:

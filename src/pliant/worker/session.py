@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -151,7 +151,7 @@ class Session:
             _depart(self.link, error)
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
+    def guarded(self) -> Generator[None]:
         """Errors of Pliant's own, in a job, become one line and an exit status."""
         try:
             yield
@@ -199,7 +199,7 @@ _held: list[Job] = []
 
 
 @contextmanager
-def appointed(enroll: Callable[[JoinRequest], Session]) -> Iterator[None]:
+def appointed(enroll: Callable[[JoinRequest], Session]) -> Generator[None]:
     """For scripts that run in this process meanwhile: how their ``join`` finds its place."""
     _appointed.append(enroll)
     try:

@@ -24,6 +24,7 @@ from pliant.core import portion_size
 from pliant.tensors import allocation
 from pliant.tensors.background_copy import BackgroundCopy, CopyMemory
 from pliant.tensors.gradients import FlatGradients
+from pliant.types import is_dict, is_list_or_tuple
 from pliant.worker.elastic.kept_rounds import KeptResult, KeptRound, PortionRequest
 from pliant.worker.training import Training
 
@@ -495,9 +496,9 @@ def stated(objects: Mapping[str, Any]) -> dict[str, Any]:
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return allocation.copied(value)
-    if isinstance(value, dict):
+    if is_dict(value):
         return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+    if is_list_or_tuple(value):
         return type(value)(_copied(item) for item in value)
     return value
 
