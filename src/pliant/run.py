@@ -2,7 +2,7 @@
 
 Question  What does a training script see of Pliant?
 Holds     Model and optimizer stay the user's own objects. The same script runs alone and in a group. An error is one
-          line that says what to do.
+          line that says what to do. What ``Run`` shows is defined in ``facts``, what its loops do in ``micro_batches``.
 """
 
 from __future__ import annotations
@@ -64,30 +64,34 @@ def join(
 ) -> Run:
     """Train ``model`` together with all workers of the job, or alone if no job is named in the environment.
 
-    batch         samples per update: a whole number, or ``pliant.Floating(reference=…, at_most=…)``; without
-                  ``at_most`` rounds are bounded where more samples stop paying
-    delay         1: the next gradients are computed while the last ones are summed; 0: synchronous; ``"auto"``: 0 where
-                  that is within 3 % of the speed of 1, as measured while training
-    correction    what mends the delay: ``"lookahead"`` or ``"none"``
-    rates         how the learning rate follows an open batch: ``"linear"`` (default), ``"sqrt"`` (default for Adam and
-                  AdamW), ``"adascale"``, ``"constant"``, or an object of ``pliant.rates``; rises are ramped
-    scheduler     a torch LR scheduler written for the reference batch, advanced by samples (``schedule_by="epoch"``:
-                  once per epoch; AdaScale: by what they were worth); ReduceLROnPlateau follows the result of every
-                  ``evaluate`` outside of a loop over batches. Do not step it yourself
-    clip_norm     bound on the norm of the group's gradient
-    scaler        a ``torch.amp.GradScaler`` for float16: ``backward`` and ``step`` make all of its calls
-    state         objects with ``state_dict``, or plain values: equal on all workers from the start. ``run.state`` is
-                  this very dict
-    order         (epoch, n) -> indices, in place of the seed's permutation: anything with a length that can be indexed,
-                  the same on all workers. It is read where it lies, so it may be lazy
-    checkpoint    where checkpoints go: a directory that all workers see under the same name, or any address of fsspec
-                  (``s3://…``). A run goes on from the last one: alone by itself, in a job when all workers were lost at
-                  once, or with ``pliant run --resume``
-    checkpoint_every   seconds between two of them; the last three are kept
-    dead_after    seconds without a sign of life after which a worker counts as lost. One that gives signs of life but
-                  does not get on while others wait is left out after that time or ten of its usual steps, and comes
-                  back by itself
-    hung_after    seconds without progress after which such a process is killed and started again
+    model, optimizer   the script's own objects; they are neither wrapped nor replaced
+    batch         samples per update: a whole number, or ``pliant.Floating(reference=…, at_most=…)`` for an open batch.
+                  Without ``at_most`` a round is bounded where further samples would not pay
+    delay         1: compute the next gradients while the last ones are summed; 0: synchronous; ``"auto"``: 0 where it
+                  is at most 3 % slower than 1, as measured while training
+    correction    how the delay is compensated: ``"lookahead"`` or ``"none"``
+    rates         how the learning rate follows the size of an open batch: ``"linear"`` (default), ``"sqrt"`` (default
+                  for Adam and AdamW), ``"adascale"``, ``"constant"``, or an object of ``pliant.rates``; increases are
+                  ramped
+    scheduler     a torch LR scheduler written for the reference batch. Do not step it yourself: Pliant advances it by
+                  samples (AdaScale: by what they were worth). ReduceLROnPlateau is given the result of every
+                  ``evaluate`` outside a loop over batches
+    schedule_by   ``"batch"``: the scheduler counts reference batches; ``"epoch"``: it is advanced once per epoch
+    clip_norm     upper bound on the norm of the group's gradient
+    scaler        a ``torch.amp.GradScaler`` for float16; ``backward`` and ``step`` make all of its calls
+    state         objects with ``state_dict``, or plain values, that all workers take over from the leader at the start.
+                  ``run.state`` is this very dict
+    order         (epoch, n) -> indices, used instead of the seed's permutation: any object with a length that can be
+                  indexed, the same on all workers. It is read in place, so it may be lazy
+    checkpoint    where checkpoints are written: a directory that all workers see under the same name, or any address
+                  that fsspec knows (``s3://…``). A run continues from the last one: alone by itself, in a job when all
+                  workers were lost at once, or with ``pliant run --resume``
+    checkpoint_every   seconds between two checkpoints; the last three are kept
+    seed          of the order of the samples and of the random numbers drawn in each micro-batch
+    dead_after    seconds without a sign of life after which a worker counts as lost. A worker that is alive but makes
+                  no progress while others wait is left out after this time or ten of its usual steps, whichever is
+                  longer, and comes back by itself
+    hung_after    seconds without progress after which the process of such a worker is killed and started again
     enroll        how this worker finds its group; ``pliant.testing`` brings its own
     """
     try:
@@ -154,7 +158,7 @@ def join(
     try:
         place = enroll(offer)
     except BaseException:
-        # The optimizer is the script's own again, for another try.
+        # The optimizer is given back to the script, for another try.
         for training in trainings:
             training.close()
         raise
@@ -163,7 +167,7 @@ def join(
 
 
 class Run(RunFacts):
-    """One worker's view of the run. Made by ``join``; use it as a context."""
+    """One worker's view of the run. Returned by ``join``; use it as a context manager."""
 
     def __init__(
         self,
@@ -186,9 +190,11 @@ class Run(RunFacts):
     # -- the loop
 
     def epochs(self, n: int | None = None, *, samples: int | None = None, steps: int | None = None) -> Iterator[int]:
-        """Count epochs up to ``n`` in all, or as many as it takes to train on ``samples`` samples in all.
+        """Yield the numbers of the epochs, from 0. Give exactly one limit; each counts from the beginning of the run.
 
-        ``steps``: as many as it takes to make so many updates in all; the last epoch is cut off there.
+        n         number of epochs
+        samples   number of training samples; the last epoch is cut off there
+        steps     number of updates; the last epoch is cut off there
         """
         if [n, samples, steps].count(None) != 2:
             raise UsageError("epochs takes one of these: a number of epochs, samples=N, steps=N")
@@ -214,20 +220,20 @@ class Run(RunFacts):
         )
 
     def on_update(self, function: OnUpdate) -> OnUpdate:
-        """Have ``function(update)`` called after each update of the weights; use it as a decorator, or call it.
+        """Register ``function(update)`` to be called after each update of the weights; also usable as a decorator.
 
-        It is called once for each ``pliant.Update``, in their order, the last one of an epoch included, on every worker
-        that holds the whole state, with the plain weights and the group's buffers in the model. ``evaluate``, ``save``
-        and logging may be done in it. What it keeps belongs in ``state=``: a newcomer is told of no earlier update.
-        Several functions are called in the order in which they were registered.
+        It is called once for each ``pliant.Update``, in order, including the last one of an epoch, on every worker that
+        holds the whole state. The model then holds the plain weights and the group's buffers. ``evaluate``, ``save``
+        and logging are allowed in it. Keep what it counts in ``state=``, because a newcomer is told of no earlier
+        update. Several functions are called in the order of their registration.
         """
         self._worker.hooks.add_on_update(function)
         return function
 
     def on_roster(self, function: OnRoster) -> OnRoster:
-        """Have ``function(before, now)`` called when the roster has changed; use it as a decorator, or call it.
+        """Register ``function(before, now)`` to be called with both rosters after a change; also usable as a decorator.
 
-        Workers call it at different moments, each when it looks around next.
+        Workers call it at different moments, each between two of its micro-batches.
         """
         self._worker.hooks.add_on_roster(function)
         return function
@@ -241,19 +247,26 @@ class Run(RunFacts):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **loader: Any,
     ) -> Iterator[Any]:
-        """This worker's micro-batches of the epoch: over the whole group each sample comes once.
+        """Iterate over this worker's micro-batches of the epoch. Over the whole group each sample comes once.
 
-        ``loader`` goes to torch's DataLoader: num_workers, pin_memory, persistent_workers, prefetch_factor, …
+        dataset      anything with a length that can be indexed
+        size         most samples in a micro-batch of this worker
+        collate_fn   makes a micro-batch of a list of samples; torch's default if None
+        loader       passed on to torch's DataLoader: num_workers, pin_memory, persistent_workers, prefetch_factor,
+                     timeout, worker_init_fn
+
+        ``break`` ends the loop for all workers after the current round.
         """
         self._calls.check_no_loop()
         return self._calls.of(Kind.TRAIN, dataset, size, collate_fn, loader)
 
     @boundary
     def backward(self, loss: Tensor, *, weight: float | None = None) -> None:
-        """Compute the gradients of ``loss``, the mean over this micro-batch.
+        """Compute the gradients of a loss. Call it instead of ``loss.backward()``.
 
-        ``weight`` is the mean's denominator where it is not the number of samples (tokens, say); 0 is legal. A
-        micro-batch may be computed in parts, each with its weight.
+        loss     the mean over this micro-batch, or over a part of it; a scalar
+        weight   what that mean was divided by, where it is not the number of samples (tokens, say); 0 is allowed. A
+                 micro-batch may be computed in several parts if each is given its weight
         """
         self._worker.hooks.refuse("backward")
         if self._worker.inside is not Kind.TRAIN or not self._calls.drawn:
@@ -287,9 +300,10 @@ class Run(RunFacts):
 
     @boundary
     def step(self) -> bool:
-        """Hand in and update when due. True: an update was just applied, on all workers the same.
+        """Hand in the gradients and update the weights when that is due. Call it instead of ``optimizer.step()``.
 
-        Until the next micro-batch is drawn the model then holds the plain weights.
+        Returns True if an update was just applied, the same on all workers. The model then holds the plain weights
+        until the next micro-batch is drawn.
         """
         self._worker.hooks.refuse("step")
         if self._worker.inside is not Kind.TRAIN or not self._calls.drawn:
@@ -308,12 +322,17 @@ class Run(RunFacts):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **loader: Any,
     ) -> Any:
-        """What ``measure`` says of ``dataset``, each sample once, computed by all workers together.
+        """Evaluate the plain weights on ``dataset``, each sample once, by all workers together.
 
-        A ``measure(batch)`` that returns (sum, count) gives the mean; one that returns a dict of such pairs, a dict of
-        means. With ``gather=True`` it returns the outputs of its samples (a tensor, a list, a dict or tuple of these),
-        and ``evaluate`` a list of all of them in the order of the dataset: on the leader, or ``everywhere``; None on
-        the other workers, and on one that came while it was under way or later.
+        measure      called with each micro-batch. If it returns (sum, count), ``evaluate`` returns the mean; if it
+                     returns a dict of such pairs, a dict of means
+        dataset      anything with a length that can be indexed
+        size         most samples in a micro-batch of this worker
+        gather       ``measure`` returns the outputs of its samples (a tensor, a list, or a dict or tuple of these), and
+                     ``evaluate`` returns the list of all outputs in the order of the dataset: on the leader only, None
+                     on the other workers and on those that joined during this call or later
+        everywhere   with ``gather``: all workers get the list
+        collate_fn, loader   as in ``batches``
         """
         calls = self._calls
         calls.check_open()
@@ -340,7 +359,7 @@ class Run(RunFacts):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """The plain weights, in eval mode and without gradients."""
+        """Show the plain weights, in eval mode and without gradients."""
         drawn, training = self._calls.drawn, [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
@@ -360,7 +379,7 @@ class Run(RunFacts):
         collate_fn: Collate,
         loader: dict[str, Any],
     ) -> list[tuple[MicroBatch, bytes]]:
-        """The outputs that are not among those ``found``: this worker was not there when they were gathered."""
+        """Compute the outputs that are missing in ``found``: this worker was absent when they were gathered."""
         lacking = outputs.missing([each for each, _ in found], len(dataset), self._membership.size or size)
         if not lacking:
             return []
@@ -371,15 +390,15 @@ class Run(RunFacts):
 
     @contextmanager
     def plain_weights(self) -> Iterator[None]:
-        """Show the true weights (and merged statistics) at any moment; the look-ahead point comes back after."""
+        """Show the true weights and merged statistics at any moment; afterwards the look-ahead point is restored."""
         with self._worker.training.plain():
             yield
 
     def save(self, path: str | Path) -> None:
-        """Write the model's plain weights as safetensors, loadable without Pliant. Only the leader writes.
+        """Write the model's plain weights to ``path`` as safetensors, loadable without Pliant. Only the leader writes.
 
-        The others do not wait for it: a save that takes long is ``busy`` by itself. Weights of a later round that
-        another leader has written there meanwhile are left as they are.
+        The other workers do not wait for a long save: it counts as ``busy``. If another leader has meanwhile written
+        the weights of a later round there, they are kept.
         """
         if not self.is_leader:
             return
@@ -391,14 +410,14 @@ class Run(RunFacts):
 
     @contextmanager
     def busy(self, what: str, seconds: float | None = None) -> Iterator[None]:
-        """Say that this worker does something of its own for a while: saving, uploading, drawing pictures.
+        """Announce that this worker does something of its own for a while: saving, uploading, drawing pictures.
 
-        While it lasts the others need not wait: if they would lose much, they go on without this worker, which takes
-        their state over with its next call of ``batches``, ``step`` or ``evaluate``. The model is not touched
-        meanwhile, and however long it takes, this process is not taken for a hung one.
+        If waiting would cost the other workers much, they go on without this one, which takes their state over with its
+        next call of ``batches``, ``step`` or ``evaluate``. Until then its model is not touched. However long it takes,
+        this process does not count as hung.
 
-        what      shown to people ("uploading")
-        seconds   how long it takes as a rule; where it is not given, it is taken for as long as the last time
+        what      shown to users ("uploading")
+        seconds   how long it usually takes; None: as long as the last time under this name
         """
         if self._calls.closed:
             yield
@@ -409,15 +428,15 @@ class Run(RunFacts):
     # -- the end
 
     def leave(self) -> None:
-        """Go in good order, as on SIGTERM: hand in what there is and let the others go on without this worker.
+        """Leave the run, as on SIGTERM: hand in what is computed; the other workers go on.
 
-        Returns at once; ``batches``, ``step`` and ``evaluate`` raise ``pliant.Left`` when it has happened.
+        Returns at once. ``batches``, ``step`` and ``evaluate`` raise ``pliant.Left`` once this worker has left.
         """
         self._membership.leave("run.leave() was called")
 
     @boundary
     def close(self) -> None:
-        """Leave the run in good order, together with all others; the end of the ``with`` block does it."""
+        """End the run together with all other workers. The end of the ``with`` block calls it."""
         if not self._calls.closed:
             self._calls.check_open()
             self._end()
@@ -438,7 +457,7 @@ class Run(RunFacts):
         own, calls = None, self._calls
         if error is None and not calls.closed:
             calls.catch_up()
-            # Of the script itself, in a function that was called when its loop was left.
+            # The script's own exception, raised in a function that was called when its loop was left.
             own = calls.trouble if not isinstance(calls.trouble, PliantError) else None
         try:
             if error is None and own is None:
@@ -447,13 +466,13 @@ class Run(RunFacts):
             elif not calls.closed:
                 self._fail(error or own)
         finally:
-            # Whatever was raised: nothing is left to be done when the interpreter ends.
+            # Also after an error: nothing is left to be done at exit.
             self._end()
         if own is not None:
             raise own
 
     def _fail(self, error: BaseException | None) -> None:
-        """The script ends by an exception. One that is in a sample would end one worker after the other."""
+        """The script ends by an exception. If every worker would meet it, the whole run ends with its reason."""
         assert error is not None
         self._worker.training.explain(error)
         self._end()

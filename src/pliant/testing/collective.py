@@ -1,8 +1,8 @@
 """Groups that behave like gloo's.
 
-Question  What does a simulated worker hold in the place of a group?
-Holds     The interfaces of ``Channel``, ``Summation`` and ``PendingGroup``. What becomes of an operation is decided in
-          ``meeting``, where all members' operations are seen.
+Question  What does a simulated worker use in the place of a gloo group?
+Holds     Implementations of ``Channel``, ``Summation`` and ``PendingGroup``. The outcome of an operation is decided in
+          ``meeting``, which sees the operations of all members.
 Source    Facts about gloo in DESIGN ("measured on this kind of machine").
 """
 
@@ -31,11 +31,11 @@ class VirtualSummation:
         self.seconds = 0.0
 
     def await_more(self) -> None:
-        """It is not over before the last of it is added."""
+        """More operations will be added: the exchange is not over before the last one."""
         self._more = True
 
     def add(self, operations: Sequence[Operation], *, last: bool) -> None:
-        """Something more of it is under way."""
+        """Add further operations that were started; ``last``: there will be no more."""
         self._operations += operations
         if last:
             self._more, self._start_s = False, self._process.world.now_s
@@ -56,7 +56,7 @@ class VirtualSummation:
         return self.over
 
     def tickets(self) -> list[bytes]:
-        """Everybody's tickets; raises what went wrong."""
+        """All tickets, in the order of the roster; raises the error if the exchange failed."""
         for operation in self._operations:
             if operation.error is not None:
                 raise RuntimeError(operation.error)
@@ -153,7 +153,7 @@ class VirtualForming:
         self.look()
 
     def look(self) -> None:
-        """The coordinator has said something: perhaps that all others are there."""
+        """Connect if all other members are there; called after each message of the coordinator."""
         if self.over or self._connecting:
             return
         try:
@@ -195,14 +195,14 @@ class VirtualForming:
         return self.over and self._group is None and self._error is not None
 
     def result(self) -> VirtualGroup:
-        """The group, from now on the caller's."""
+        """The group, which the caller now owns; raises the error if forming failed."""
         group, self._group = self._group, None
         if group is None:
             raise self._error or RuntimeError("the group was abandoned or taken before")
         return group
 
     def abandon(self) -> None:
-        """Give up."""
+        """Give up; a group that has been formed is left."""
         if not self.process.alive:
             return
         self.revoked = True

@@ -1,9 +1,9 @@
 """Exact numbers in the place of tensors.
 
-Question  How is a wrong, lost or doubled gradient seen at once, without rounding and without torch's cost?
-Holds     Values are whole numbers modulo a prime: addition, division by a weight and multiplication by a float's exact
-          ratio are exact and take the same time always, so equality is equality. Whatever is wrong with a sum changes
-          it, but for a chance of 2⁻⁶¹. The methods are those of tensors that runtime calls.
+Question  How is a wrong, lost or doubled gradient noticed at once, without rounding and without torch's cost?
+Holds     Values are integers modulo a prime. Addition, division by a weight and multiplication by a float's exact ratio
+          are exact and always take the same time, so results can be compared for equality. An error in a sum goes
+          unnoticed with probability 2⁻⁶¹. The methods are those of tensors that the worker calls.
 Source    ours.
 """
 
@@ -19,10 +19,10 @@ from pliant.bitmaps import bitmap, common
 
 PRIME = (1 << 61) - 1
 POISON = 0x5EED5EED5EED5EED % PRIME
-"""what an exchange that did not complete leaves in its memory"""
+"""left in the memory of an exchange that did not complete"""
 PARAMETERS = 3
 PARTS = ((0,), (1, 2))
-"""of the parameters, as they are summed"""
+"""the buckets: indices of the parameters that are summed together"""
 ALL = bitmap(range(PARAMETERS), PARAMETERS)
 
 
@@ -31,14 +31,14 @@ members_of = functools.lru_cache(bitmaps.members)
 
 @functools.lru_cache(maxsize=4096)
 def exact(value: float) -> int:
-    """A float as a number of the field: the exact ratio it stands for."""
+    """A float as a number modulo the prime: numerator divided by denominator of its exact ratio."""
     numerator, denominator = value.as_integer_ratio()
     return numerator * pow(denominator, -1, PRIME) % PRIME
 
 
 @functools.lru_cache(maxsize=65536)
 def gradient(epoch: int, position: int) -> tuple[int, ...]:
-    """What one sample contributes to each parameter; the last one gets something from every fifth sample only."""
+    """The gradient of one sample for each parameter. The last parameter gets one from every fifth sample only."""
     values = [zlib.crc32(b"%d %d %d" % (epoch, position, index)) + 1 for index in range(PARAMETERS)]
     if position % 5:
         values[-1] = 0
@@ -55,7 +55,7 @@ class Number:
     def __init__(self, value: int, nbytes: int = 8) -> None:
         self.value = value
         self.nbytes = nbytes
-        """as if it were a tensor of that size"""
+        """the size in bytes that it claims"""
         self.grad: Number | None = None
         self.requires_grad = True
 
@@ -66,7 +66,7 @@ class Number:
         return self
 
     def is_contiguous(self) -> bool:
-        """Not memory that could be copied at once."""
+        """False: there is no memory that could be copied as a whole."""
         return False
 
     def cpu(self) -> Number:
@@ -80,7 +80,7 @@ class Number:
 
 
 class Flat:
-    """A flat buffer that is summed in place."""
+    """A flat buffer, which is summed in place."""
 
     __slots__ = ("values",)
 
@@ -150,11 +150,11 @@ class VirtualBuffer:
         return other
 
     def squared_norm(self) -> float:
-        """Some number that depends on all of it: who sums something else is noticed."""
+        """A number that depends on all values, so that a member which sums something else is noticed."""
         return sum(self.scaled_norm(part, 1.0) for part in range(len(self.parts)))
 
     def scaled_norm(self, part: int, factor: float) -> float:
-        """The same of one part."""
+        """The same for one bucket."""
         return 0.5 + sum(self.parts[part].values) % 1009 / 1009.0
 
     def scale(self, factor: float) -> None:
@@ -194,7 +194,7 @@ class VirtualGradients:
         return None if self._filling is None else self._filling.trained
 
     def check(self) -> None:
-        """Nobody else touches them."""
+        """Nothing to check: no script touches them."""
 
     def lay_out(self, members: bytes) -> None:
         if members and self._filling is not None:
@@ -244,7 +244,7 @@ class VirtualGradients:
             self._filling.clear()
 
     def add(self, epoch: int, positions: Sequence[int], ready: Callable[[int], None] = lambda _: None) -> None:
-        """What ``backward`` does; ``ready`` is told of each part that is complete."""
+        """Add gradients as ``backward`` does; ``ready`` is called with each bucket that is complete."""
         filling = self._filling
         assert filling is not None, "a gradient is computed while both buffers are away"
         now = self._look()
@@ -269,7 +269,7 @@ class VirtualGradients:
 
 
 class VirtualBuffers:
-    """``tensors.buffers.ModelBuffers`` with one running value, or none."""
+    """``tensors.buffers.ModelBuffers`` with one running statistic, or none."""
 
     def __init__(self, count: int) -> None:
         self._own = [0] * count
@@ -282,7 +282,7 @@ class VirtualBuffers:
         return len(self._own)
 
     def forward(self, positions: Sequence[int]) -> None:
-        """A forward pass changes it."""
+        """Change the statistic, as a forward pass does."""
         if self._own:
             self._own[0] = (self._own[0] * 7 + sum(positions) + 1) % PRIME
             self._changed = True
@@ -322,7 +322,7 @@ class VirtualBuffers:
         return 8
 
     def held_values(self) -> tuple[int, ...]:
-        """What the model's buffers hold now."""
+        """The present values of the model's buffers."""
         return tuple(self._own)
 
     def is_live(self, index: int) -> bool:
@@ -352,7 +352,7 @@ class VirtualBuffers:
 
 
 class VirtualLookAhead:
-    """``tensors.lookahead.LookAhead``: somewhere else, and exactly back."""
+    """``tensors.lookahead.LookAhead``: moves the weights, and returns exactly."""
 
     def __init__(self, parameters: Sequence[Number]) -> None:
         self._parameters = parameters
@@ -388,7 +388,7 @@ class VirtualLookAhead:
 
 
 class VirtualWeightsDigest:
-    """``tensors.digest.WeightsDigest``: one parameter at a time."""
+    """``tensors.digest.WeightsDigest``, of one parameter at a time."""
 
     arithmetic = 1
 
@@ -397,7 +397,7 @@ class VirtualWeightsDigest:
         self.parts = len(parameters)
 
     def note_reduction(self) -> None:
-        """Whole numbers have no order of adding."""
+        """Nothing to note: sums of integers do not depend on their order."""
 
     def whole(self) -> tuple[int, ...]:
         return tuple(self.of(turn) for turn in range(self.parts))

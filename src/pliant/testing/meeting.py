@@ -1,10 +1,10 @@
 """The groups of a simulated run, seen from above.
 
 Question  What can happen to an exchange when a member is slow, stopped, cut off, or gone?
-Holds     Operations of a member run one after another. One that everybody has to take part in begins when all have
-          come to it, and is over at each member in its own time. When a member goes, any of the others may still
-          complete what had begun, fail, or hang for ever. What did not complete leaves garbage in its memory.
-          Members that do different things at the same place of the sequence are a bug of the protocol, and said so.
+Holds     The operations of a member run one after another. A gathering or a sum begins when all members have reached
+          it, and completes at each member at its own time. When a member leaves, each of the others may still complete
+          what had begun, fail, or hang for ever. An operation that did not complete leaves garbage in its memory. If
+          members do different operations at the same step, the protocol has a bug, and the simulation fails.
 Source    Facts about gloo in DESIGN ("measured on this kind of machine").
 """
 
@@ -63,7 +63,7 @@ class Meeting:
         self._done = [0] * members
         self._left = [False] * members
         self._fails: list[bool | None] = [None] * members
-        """what becomes of a member's operations since somebody has gone: True: they fail, False: they hang"""
+        """what happens to a member's operations since another one has left: True: they fail, False: they hang"""
         self._parted: frozenset[int] = frozenset()
         """two members whose connection broke, while both live"""
 
@@ -81,7 +81,7 @@ class Meeting:
             if unreached:
                 self._fail_later(each, Unconnected("the data ports of other members cannot be reached", unreached))
             elif barred:
-                # It waits for those who have given up: for longer than anybody else does.
+                # It waits for members that have given up, for longer than those.
                 self._fail_later(each, Unconnected("the members could not be connected"), 3.0)
             elif any(other.revoked or not other.process.alive for other in self.connecting.values()):
                 self._fail_later(each, Unconnected("a member has gone"))
@@ -99,7 +99,7 @@ class Meeting:
         self.world.after(self.world.between(least_s, least_s + 1.0), lambda: each.fail(error))
 
     def _barred(self) -> list[tuple[int, int]]:
-        """By their places: who cannot open a connection to whom."""
+        """Pairs of places (from, to) between which no connection can be opened."""
         pairs = itertools.permutations(range(self.members), 2)
         return [(who, whom) for who, whom in pairs if self._is_barred(self.processes[who], self.processes[whom])]
 
@@ -127,7 +127,7 @@ class Meeting:
         return operations[done] if done < len(operations) else None
 
     def _advance(self) -> None:
-        """Begin what can begin."""
+        """Begin every operation that can begin."""
         for process in self.processes:
             if process is None or process.paused or process.unreachable:
                 return
@@ -247,7 +247,7 @@ class Meeting:
             self._spoil(other)
 
     def _spoil(self, place: int) -> None:
-        """What has not begun never will: it fails, or hangs."""
+        """Let a member's operation that has not begun fail, or hang: it never will."""
         operation, process = self._current(place), self.processes[place]
         if operation is None or operation.started or process is None or self._left[place]:
             return
@@ -265,7 +265,7 @@ class Meeting:
             operation.timer = self.world.after(self.world.between(0.001, 0.05), lambda: process.in_background(fail))
 
     def part(self, one: int, other: int) -> None:
-        """The connection between two members breaks, and they see it; of the others who waits for them may not."""
+        """Break the connection between two members. They notice; the others, which wait for them, may not."""
         self._parted = frozenset((one, other))
         for place in range(self.members):
             if self._fails[place] is None:
@@ -301,7 +301,7 @@ class Meetings:
                 meeting.part(meeting.processes.index(one), meeting.processes.index(other))
 
     def watch(self, process: Process) -> None:
-        """Tell the process's groups what becomes of it."""
+        """Tell the groups of a process when it ends, stops or cannot be reached."""
 
         def ended(status: int) -> None:
             for meeting in list(self._meetings.values()):

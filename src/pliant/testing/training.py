@@ -27,7 +27,7 @@ from pliant.worker.training import Training
 
 
 class _Model:
-    """What ``worker.script.trained_set`` asks of a module."""
+    """The part of ``nn.Module`` that ``worker.script.trained_set`` uses."""
 
     def __init__(self, numbers: Sequence[Number]) -> None:
         self._numbers = numbers
@@ -90,7 +90,7 @@ class VirtualScheduler:
 
 
 class VirtualTraining(Training):
-    """``worker.training.Training`` over exact numbers: its own code, other tensors."""
+    """``worker.training.Training`` over exact numbers: the same code with other tensors."""
 
     def __init__(self, *, reference: int, buffers: int, start: int, grows: bool = False, nbytes: int = 8) -> None:
         """``grows``: the optimizer gets the last parameter only later, from the script; ``nbytes``: of a parameter."""
@@ -146,7 +146,7 @@ class VirtualTraining(Training):
         super().apply(outcome, summed, present, averaged, measures=measures)
 
     def plain_values(self) -> tuple[int, ...]:
-        """The weights and momenta, wherever the model is now."""
+        """The plain weights and the momenta, also while the model is at a look-ahead point."""
         with self.plain():
             weights = tuple(p.value for p in self.parameters)  # type: ignore[attr-defined]
         state = self.optimizer.state
