@@ -25,7 +25,8 @@ from benchmarks.resident import forget_peak, status_mb
 from benchmarks.results import Trial
 from benchmarks.statistics import cpu_s
 from benchmarks.workload import Device, make_dataset, make_model, make_optimizer
-from pliant.worker.checkpoint_writer import Thread
+from pliant.worker.checkpoint_writer import CheckpointWriter, Thread
+from pliant.worker.loop import Worker
 
 BATCH, SIZE = 64, 16
 EVERY_S = 5.0
@@ -79,9 +80,11 @@ def trained(directory: str, rounds: int) -> Course:
     model = make_model(MODEL, device)
     optimizer = make_optimizer(model)
     with pliant.join(model, optimizer, batch=BATCH, checkpoint=directory, checkpoint_every=EVERY_S) as run:
-        saving = run._worker._checkpoints.saving
-        assert saving is not None
-        _watch(saving, run._worker.training, course)
+        worker = run._worker
+        assert isinstance(worker, Worker)
+        saving = worker._checkpoints.saving
+        assert isinstance(saving, CheckpointWriter)
+        _watch(saving, worker.training, course)
         used_s, main_s = cpu_s(), time.thread_time()
         for x, y in run.batches(make_dataset(MODEL), size=SIZE):
             device.begin(len(x))

@@ -2,47 +2,42 @@
 
 Question  What does a training script see of Pliant?
 Holds     Model and optimizer stay the user's own objects. The same script runs alone and in a group. An error is one
-          line that says what to do.
+          line that says what to do. What ``Run`` shows is defined in ``facts``, what its loops do in ``micro_batches``.
 """
 
 from __future__ import annotations
 
 import atexit
-import dis
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pliant import data, settings
-from pliant.core.group_state import FinishedPhase
+from pliant import settings
 from pliant.core.ledger import MicroBatch, samples_of
 from pliant.core.tickets import Kind
 from pliant.core.tuning.rates import Rule
-from pliant.errors import PliantError, UsageError, boundary, without_own_frames
+from pliant.errors import PliantError, UsageError, boundary
+from pliant.facts import RunFacts
+from pliant.micro_batches import Collate, MicroBatches
 from pliant.tensors import weights
-from pliant.tensors.randomness import MICRO_BATCH, seed_everything, stream
-from pliant.types import WorkerId
 from pliant.worker import session
 from pliant.worker.evaluation import measures, outputs, predictions
-from pliant.worker.script.calls import ScriptCall
 from pliant.worker.script.hooks import OnRoster, OnUpdate
 from pliant.worker.script.other_optimizers import OtherOptimizers, check_not_joined
-from pliant.worker.script.sample_order import AsItIs, Order, Ordering, UserOrder, epoch_order
+from pliant.worker.script.sample_order import UserOrder
 from pliant.worker.session import JoinRequest, Session
 from pliant.worker.training import Training
 
 # A slow disk: what is not away for longer is not left out.
 _WRITTEN_PER_S = 200e6
-
-_LOADER_OPTIONS = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "timeout", "worker_init_fn")
 
 
 @boundary
@@ -68,30 +63,34 @@ def join(
 ) -> Run:
     """Train ``model`` together with all workers of the job, or alone if no job is named in the environment.
 
-    batch         samples per update: a whole number, or ``pliant.Floating(reference=…, at_most=…)``; without
-                  ``at_most`` rounds are bounded where more samples stop paying
-    delay         1: the next gradients are computed while the last ones are summed; 0: synchronous; ``"auto"``: 0 where
-                  that is within 3 % of the speed of 1, as measured while training
-    correction    what mends the delay: ``"lookahead"`` or ``"none"``
-    rates         how the learning rate follows an open batch: ``"linear"`` (default), ``"sqrt"`` (default for Adam and
-                  AdamW), ``"adascale"``, ``"constant"``, or an object of ``pliant.rates``; rises are ramped
-    scheduler     a torch LR scheduler written for the reference batch, advanced by samples (``schedule_by="epoch"``:
-                  once per epoch; AdaScale: by what they were worth); ReduceLROnPlateau follows the result of every
-                  ``evaluate`` outside of a loop over batches. Do not step it yourself
-    clip_norm     bound on the norm of the group's gradient
-    scaler        a ``torch.amp.GradScaler`` for float16: ``backward`` and ``step`` make all of its calls
-    state         objects with ``state_dict``, or plain values: equal on all workers from the start. ``run.state`` is
-                  this very dict
-    order         (epoch, n) -> indices, in place of the seed's permutation: anything with a length that can be indexed,
-                  the same on all workers. It is read where it lies, so it may be lazy
-    checkpoint    where checkpoints go: a directory that all workers see under the same name, or any address of fsspec
-                  (``s3://…``). A run goes on from the last one: alone by itself, in a job when all workers were lost at
-                  once, or with ``pliant run --resume``
-    checkpoint_every   seconds between two of them; the last three are kept
-    dead_after    seconds without a sign of life after which a worker counts as lost. One that gives signs of life but
-                  does not get on while others wait is left out after that time or ten of its usual steps, and comes
-                  back by itself
-    hung_after    seconds without progress after which such a process is killed and started again
+    model, optimizer   the script's own objects; they are neither wrapped nor replaced
+    batch         samples per update: a whole number, or ``pliant.Floating(reference=…, at_most=…)`` for an open batch.
+                  Without ``at_most`` a round is bounded where further samples would not pay
+    delay         1: compute the next gradients while the last ones are summed; 0: synchronous; ``"auto"``: 0 where it
+                  is at most 3 % slower than 1, as measured while training
+    correction    how the delay is compensated: ``"lookahead"`` or ``"none"``
+    rates         how the learning rate follows the size of an open batch: ``"linear"`` (default), ``"sqrt"`` (default
+                  for Adam and AdamW), ``"adascale"``, ``"constant"``, or an object of ``pliant.rates``; increases are
+                  ramped
+    scheduler     a torch LR scheduler written for the reference batch. Do not step it yourself: Pliant advances it by
+                  samples (AdaScale: by what they were worth). ReduceLROnPlateau is given the result of every
+                  ``evaluate`` outside a loop over batches
+    schedule_by   ``"batch"``: the scheduler counts reference batches; ``"epoch"``: it is advanced once per epoch
+    clip_norm     upper bound on the norm of the group's gradient
+    scaler        a ``torch.amp.GradScaler`` for float16; ``backward`` and ``step`` make all of its calls
+    state         objects with ``state_dict``, or plain values, that all workers take over from the leader at the start.
+                  ``run.state`` is this very dict
+    order         (epoch, n) -> indices, used instead of the seed's permutation: any object with a length that can be
+                  indexed, the same on all workers. It is read in place, so it may be lazy
+    checkpoint    where checkpoints are written: a directory that all workers see under the same name, or any address
+                  that fsspec knows (``s3://…``). A run continues from the last one: alone by itself, in a job when all
+                  workers were lost at once, or with ``pliant run --resume``
+    checkpoint_every   seconds between two checkpoints; the last three are kept
+    seed          of the order of the samples and of the random numbers drawn in each micro-batch
+    dead_after    seconds without a sign of life after which a worker counts as lost. A worker that is alive but makes
+                  no progress while others wait is left out after this time or ten of its usual steps, whichever is
+                  longer, and comes back by itself
+    hung_after    seconds without progress after which the process of such a worker is killed and started again
     """
     try:
         settings.check_model(model, optimizer)
@@ -157,7 +156,7 @@ def join(
     try:
         place = session.enrolled(offer)
     except BaseException:
-        # The optimizer is the script's own again, for another try.
+        # The optimizer is given back to the script, for another try.
         for training in trainings:
             training.close()
         raise
@@ -165,8 +164,8 @@ def join(
     return Run(model, place, resolved, order=order, others=others)
 
 
-class Run:
-    """One worker's view of the run. Made by ``join``; use it as a context."""
+class Run(RunFacts):
+    """One worker's view of the run. Returned by ``join``; use it as a context manager."""
 
     def __init__(
         self,
@@ -181,179 +180,58 @@ class Run:
         """the user's own values and objects, equal on all workers at the start"""
         self._model = model
         self._membership = place
-        self._worker = place.worker
-        self._settings = resolved
-        self._order = order
         self._others = others
-        self._epoch = 0
-        # Samples before the last loop over batches of this epoch, and what that loop goes over.
-        self._before, self._length = 0, 1
-        self._loaders: dict[tuple[Any, ...], data.Loader] = {}
-        self._drawn = 0
-        self._computed = False
-        """``backward`` was called for the drawn micro-batch"""
-        self._passed = False
-        """a call of this epoch lay in the past of the group"""
-        self._phase: int | None = None
-        """the number of the last call's phase; None: the group was past it"""
-        self._ended: FinishedPhase | None = None
-        """how the last ``batches`` or ``evaluate`` ended"""
-        self._left: int | None = None
-        self._bad: tuple[BaseException | None, str | None] = (None, None)
-        """the exception of the last sample that could not be read, and what to end the whole run with"""
-        self._trouble: BaseException | None = None
-        self._closed = False
+        calls = MicroBatches(place.worker, most=place.size, seed=resolved.seed, order=order, others=others)
+        super().__init__(place.worker, resolved, calls)
         atexit.register(self._at_exit)
-
-    # -- facts
-
-    @property
-    def worker(self) -> WorkerId:
-        """This worker's name."""
-        return self._worker.me
-
-    @property
-    def roster(self) -> tuple[WorkerId, ...]:
-        """The workers of the era, the leader first."""
-        return self._worker.group.roster
-
-    @property
-    def era(self) -> int:
-        """The number of the period with this roster."""
-        return self._worker.group.era
-
-    @property
-    def round(self) -> int:
-        """Rounds settled so far."""
-        return self._worker.group.round
-
-    @property
-    def samples(self) -> int:
-        """Training samples of the group that went into settled rounds."""
-        return self._worker.group.samples
-
-    @property
-    def updates(self) -> int:
-        """Updates of the weights so far: rounds that were neither skipped nor lost."""
-        return self._worker.group.updates
-
-    @property
-    def batch(self) -> int:
-        """Samples of the last round (before the first one: the reference batch)."""
-        last = self._worker.last_trained
-        return last.batch if last else self._settings.policy.batch
-
-    @property
-    def delay(self) -> int:
-        """1 while the next gradients are computed beside the last sum, else 0; what ``"auto"`` has chosen."""
-        return int(self._worker.group.overlaps(Kind.TRAIN))
-
-    @property
-    def rate(self) -> float:
-        """The learning rate of the last update, first parameter group."""
-        return self._worker.applied_rate
-
-    @property
-    def noise_scale(self) -> float | None:
-        """The batch, in samples, at which half of the gradient's square is noise: up to it more samples pay.
-
-        None until rounds with two or more contributors have shown it; infinite where no signal can be told from noise.
-        """
-        return self._worker.group.noise.scale
-
-    @property
-    def efficiency(self) -> float | None:
-        """What a sample brings the training on, beside one in a round of the reference batch; None while unknown."""
-        return self._worker.group.efficiency
-
-    @property
-    def scheduled(self) -> float:
-        """The samples that the schedule has counted: ``samples``, or with AdaScale what they were worth."""
-        return self._worker.group.scheduled
-
-    @property
-    def loss(self) -> float:
-        """The group's mean loss in the last round; NaN before this worker's first one, and where it was not finite."""
-        last = self._worker.last_trained
-        return math.nan if last is None or last.loss is None else last.loss
-
-    @property
-    def grad_norm(self) -> float:
-        """The norm of the mean gradient of the last update, before clipping; NaN where it was not taken.
-
-        It is taken with every update where ``clip_norm`` is set or ``on_update`` is used, and else from the first time
-        on that it is asked for.
-        """
-        self._worker.training.takes_norm = True
-        return self._worker.training.grad_norm
-
-    @property
-    def clip_norm(self) -> float | None:
-        """The bound on the norm of the group's gradient.
-
-        May be set, by all scripts alike: it is in force from the first round on to which all of them bring it.
-        """
-        return self._worker.clip_norm
-
-    @clip_norm.setter
-    def clip_norm(self, bound: float | None) -> None:
-        settings.check_clip_norm(bound)
-        self._worker.set_clip_norm(bound)
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this worker prints and writes for the group; nobody does it a second time after a resume."""
-        return self._worker.leads
-
-    @property
-    def progress(self) -> float:
-        """Epochs done, as a float."""
-        return self._epoch + (self.samples - self._before) / self._length
 
     # -- the loop
 
     def epochs(self, n: int | None = None, *, samples: int | None = None, steps: int | None = None) -> Iterator[int]:
-        """Count epochs up to ``n`` in all, or as many as it takes to train on ``samples`` samples in all.
+        """Yield the numbers of the epochs, from 0. Give exactly one limit; each counts from the beginning of the run.
 
-        ``steps``: as many as it takes to make so many updates in all; the last epoch is cut off there.
+        n         number of epochs
+        samples   number of training samples; the last epoch is cut off there
+        steps     number of updates; the last epoch is cut off there
         """
         if [n, samples, steps].count(None) != 2:
             raise UsageError("epochs takes one of these: a number of epochs, samples=N, steps=N")
+        calls = self._calls
         self._membership.plan(n, samples)
         self._worker.limit(samples, steps)
         while self._is_short_of(n, samples, steps):
-            before, self._passed = self.samples, False
-            yield self._epoch
-            self._worker.training.end_epoch(self._epoch)
-            self._epoch += 1
-            self._before = self.samples
-            if n is None and self.samples == before and not self._passed:
+            before, calls.passed = self.samples, False
+            yield calls.epoch
+            self._worker.training.end_epoch(calls.epoch)
+            calls.epoch += 1
+            calls.before = self.samples
+            if n is None and self.samples == before and not calls.passed:
                 name = "samples" if steps is None else "steps"
                 raise UsageError(f"an epoch trained on no sample, so {name}=N is never reached: call batches in it")
         self._worker.leave_if_late()
 
     def _is_short_of(self, n: int | None, samples: int | None, steps: int | None) -> bool:
         return (
-            (n is not None and self._epoch < n)
+            (n is not None and self._calls.epoch < n)
             or (samples is not None and self.samples < samples)
             or (steps is not None and self.updates < steps)
         )
 
     def on_update(self, function: OnUpdate) -> OnUpdate:
-        """Have ``function(update)`` called after each update of the weights; use it as a decorator, or call it.
+        """Register ``function(update)`` to be called after each update of the weights; also usable as a decorator.
 
-        It is called once for each ``pliant.Update``, in their order, the last one of an epoch included, on every worker
-        that holds the whole state, with the plain weights and the group's buffers in the model. ``evaluate``, ``save``
-        and logging may be done in it. What it keeps belongs in ``state=``: a newcomer is told of no earlier update.
-        Several functions are called in the order in which they were registered.
+        It is called once for each ``pliant.Update``, in order, including the last one of an epoch, on every worker that
+        holds the whole state. The model then holds the plain weights and the group's buffers. ``evaluate``, ``save``
+        and logging are allowed in it. Keep what it counts in ``state=``, because a newcomer is told of no earlier
+        update. Several functions are called in the order of their registration.
         """
         self._worker.hooks.add_on_update(function)
         return function
 
     def on_roster(self, function: OnRoster) -> OnRoster:
-        """Have ``function(before, now)`` called when the roster has changed; use it as a decorator, or call it.
+        """Register ``function(before, now)`` to be called with both rosters after a change; also usable as a decorator.
 
-        Workers call it at different moments, each when it looks around next.
+        Workers call it at different moments, each between two of its micro-batches.
         """
         self._worker.hooks.add_on_roster(function)
         return function
@@ -367,132 +245,44 @@ class Run:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **loader: Any,
     ) -> Iterator[Any]:
-        """This worker's micro-batches of the epoch: over the whole group each sample comes once.
+        """Iterate over this worker's micro-batches of the epoch. Over the whole group each sample comes once.
 
-        ``loader`` goes to torch's DataLoader: num_workers, pin_memory, persistent_workers, prefetch_factor, …
+        dataset      anything with a length that can be indexed
+        size         most samples in a micro-batch of this worker
+        collate_fn   makes a micro-batch of a list of samples; torch's default if None
+        loader       passed on to torch's DataLoader: num_workers, pin_memory, persistent_workers, prefetch_factor,
+                     timeout, worker_init_fn
+
+        ``break`` ends the loop for all workers after the current round.
         """
-        self._check_no_loop()
-        return self._micro_batches(Kind.TRAIN, dataset, size, collate_fn, loader)
-
-    def _check_no_loop(self) -> None:
-        """Refuse a second loop beside one that is open."""
-        self._check_open()
-        self._worker.hooks.refuse("batches")
-        if self._worker.inside is not None:
-            raise UsageError(
-                "batches was called while another loop over batches is open: finish or break it first; "
-                "two datasets side by side (zip) are one dataset of pairs"
-            )
-
-    def _micro_batches(
-        self, kind: Kind, dataset: Any, size: int, collate_fn: Callable[[list[Any]], Any] | None, loader: dict[str, Any]
-    ) -> Iterator[Any]:
-        if kind is Kind.TRAIN:
-            # It was so when the loop was made; since then another one may have begun.
-            self._check_no_loop()
-        length = data.checked(dataset, size)
-        epoch, seed = self._epoch, self._settings.seed
-        source = self._loader(dataset, collate_fn, loader)
-        ordering = self._ordering(kind, length)
-        call = ScriptCall(kind, epoch=epoch, samples=ordering, size=self._membership.size or size, ahead=source.ahead)
-        phase = boundary(self._worker.open)(call)
-        if isinstance(phase, FinishedPhase):
-            self._ended, self._phase, self._passed = phase, None, True
-            return
-        self._phase, order = phase, ordering.made
-        if kind is Kind.TRAIN:
-            self._before, self._length = self.samples - self._done(phase), max(1, len(order))
-        reading = source.pass_over(order, seed, epoch, self._worker.upcoming)
-        try:
-            while (micro_batch := self._worker.draw(phase)) is not None:
-                collated = reading.fetch(micro_batch)
-                self._worker.note_progress()
-                seed_everything(stream(seed, epoch, micro_batch[0][0], MICRO_BATCH))
-                self._drawn, self._computed = samples_of(micro_batch), False
-                if kind is Kind.TRAIN:
-                    self._others.enter_micro_batch()
-                yield collated
-            self._ended = self._worker.left()
-        except GeneratorExit:
-            self._worker.training.back()
-            self._left = phase
-            if _left_by_break(sys._getframe(1)):
-                self._catch_up()
-            raise
-        except PliantError as error:
-            raise error.with_traceback(without_own_frames(error.__traceback__)) from None
-        except Exception as error:
-            if reading.bad is not None and reading.bad.error is error:
-                self._met(reading.bad, epoch, phase)
-            raise
-        finally:
-            self._drawn = 0
-            if kind is Kind.TRAIN:
-                self._others.leave_loop()
-            reading.close()
-
-    def _ordering(self, kind: Kind, length: int) -> Ordering:
-        """The order of a call that goes over a dataset of this length."""
-        epoch, seed, own = self._epoch, self._settings.seed, self._order
-
-        def make(scheme: str) -> Order:
-            if kind is Kind.EVALUATE:
-                return AsItIs(length, scheme=scheme)
-            return epoch_order(own, seed, epoch, length, scheme)
-
-        return Ordering(make, lambda: self._worker.group.policy.order)
-
-    def _met(self, bad: data.BadSample, epoch: int, phase: int) -> None:
-        """A sample cannot be read. A script that passes over that leaves its loop, with everybody else."""
-        where = bad.where(epoch)
-        bad.error.add_note(f"pliant: {self.worker} was reading {where}")
-        self._bad = bad.error, f"{self.worker} could not read {where}: {bad.summary}" if bad.everywhere else None
-        self._worker.training.back()
-        self._left = phase
-
-    def _done(self, phase: int) -> int:
-        """Samples of ``phase`` that are settled already: a newcomer comes in the middle of it."""
-        found = next((each for each in self._worker.group.open if each.number == phase), None)
-        return 0 if found is None else found.ledger.limit - found.ledger.remaining
-
-    def _loader(self, dataset: Any, collate_fn: Any, options: dict[str, Any]) -> data.Loader:
-        unknown = sorted(set(options) - set(_LOADER_OPTIONS))
-        if unknown:
-            raise UsageError(
-                f"batches does not take {', '.join(unknown)}: of DataLoader's arguments it passes on collate_fn, "
-                f"{', '.join(_LOADER_OPTIONS)}; the order of the samples is Pliant's, or that of `join(order=…)`"
-            )
-        if not options.get("persistent_workers"):
-            return data.Loader(dataset, collate_fn=collate_fn, options=options)
-        key = (id(dataset), id(collate_fn), *sorted((name, id(value)) for name, value in options.items()))
-        if key not in self._loaders:
-            self._loaders[key] = data.Loader(dataset, collate_fn=collate_fn, options=options)
-        return self._loaders[key]
+        self._calls.check_no_loop()
+        return self._calls.of(Kind.TRAIN, dataset, size, collate_fn, loader)
 
     @boundary
     def backward(self, loss: Tensor, *, weight: float | None = None) -> None:
-        """Compute the gradients of ``loss``, the mean over this micro-batch.
+        """Compute the gradients of a loss. Call it instead of ``loss.backward()``.
 
-        ``weight`` is the mean's denominator where it is not the number of samples (tokens, say); 0 is legal. A
-        micro-batch may be computed in parts, each with its weight.
+        loss     the mean over this micro-batch, or over a part of it; a scalar
+        weight   what that mean was divided by, where it is not the number of samples (tokens, say); 0 is allowed. A
+                 micro-batch may be computed in several parts if each is given its weight
         """
         self._worker.hooks.refuse("backward")
-        if self._worker.inside is not Kind.TRAIN or not self._drawn:
+        if self._worker.inside is not Kind.TRAIN or not self._calls.drawn:
             raise UsageError(
                 "backward was called outside of a loop over run.batches(…): there is nothing to count it to"
             )
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(f"the loss is not a scalar but {shape}: take its mean over the micro-batch first")
-        weighs = float(self._drawn if weight is None else weight)
+        weighs = float(self._calls.drawn if weight is None else weight)
         if not (weighs >= 0 and math.isfinite(weighs)):
             raise UsageError(f"weight is {weight!r}: give the number of samples or tokens behind the loss, 0 or more")
-        if weight is None and self._computed:
+        if weight is None and self._calls.computed:
             raise UsageError(
                 "backward was called twice for one micro-batch: add the losses up and call it once, "
                 "or give each call the weight= of its part"
             )
-        self._computed = True
+        self._calls.computed = True
         scalar, training = loss.reshape(()), self._worker.training
         try:
             self._worker.contribute(
@@ -503,17 +293,18 @@ class Run:
             )
         except Exception:
             # The script may try the same micro-batch again, in smaller parts say.
-            self._computed = not self._worker.may_repeat
+            self._calls.computed = not self._worker.may_repeat
             raise
 
     @boundary
     def step(self) -> bool:
-        """Hand in and update when due. True: an update was just applied, on all workers the same.
+        """Hand in the gradients and update the weights when that is due. Call it instead of ``optimizer.step()``.
 
-        Until the next micro-batch is drawn the model then holds the plain weights.
+        Returns True if an update was just applied, the same on all workers. The model then holds the plain weights
+        until the next micro-batch is drawn.
         """
         self._worker.hooks.refuse("step")
-        if self._worker.inside is not Kind.TRAIN or not self._drawn:
+        if self._worker.inside is not Kind.TRAIN or not self._calls.drawn:
             raise UsageError("step was called outside of a loop over run.batches(…): there is nothing to hand in")
         return self._worker.step()
 
@@ -529,45 +320,51 @@ class Run:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **loader: Any,
     ) -> Any:
-        """What ``measure`` says of ``dataset``, each sample once, computed by all workers together.
+        """Evaluate the plain weights on ``dataset``, each sample once, by all workers together.
 
-        A ``measure(batch)`` that returns (sum, count) gives the mean; one that returns a dict of such pairs, a dict of
-        means. With ``gather=True`` it returns the outputs of its samples (a tensor, a list, a dict or tuple of these),
-        and ``evaluate`` a list of all of them in the order of the dataset: on the leader, or ``everywhere``; None on
-        the other workers, and on one that came while it was under way or later.
+        measure      called with each micro-batch. If it returns (sum, count), ``evaluate`` returns the mean; if it
+                     returns a dict of such pairs, a dict of means
+        dataset      anything with a length that can be indexed
+        size         most samples in a micro-batch of this worker
+        gather       ``measure`` returns the outputs of its samples (a tensor, a list, or a dict or tuple of these), and
+                     ``evaluate`` returns the list of all outputs in the order of the dataset: on the leader only, None
+                     on the other workers and on those that joined during this call or later
+        everywhere   with ``gather``: all workers get the list
+        collate_fn, loader   as in ``batches``
         """
-        self._check_open()
+        calls = self._calls
+        calls.check_open()
         if self._worker.inside is Kind.EVALUATE:
             raise UsageError("evaluate was called inside evaluate: finish the first one")
         if everywhere and not gather:
             raise UsageError("everywhere=True is for gather=True: means are returned on all workers anyway")
         asked = measures.Measure(measure, gather=gather)
-        self._ended = self._phase = None
+        calls.ended = calls.phase = None
         with self._evaluating():
-            for micro_batch in self._micro_batches(Kind.EVALUATE, dataset, size, collate_fn, loader):
-                found = asked.of(micro_batch, self._drawn)
+            for micro_batch in calls.of(Kind.EVALUATE, dataset, size, collate_fn, loader):
+                found = asked.of(micro_batch, calls.drawn)
                 self._worker.contributed(found.count, found.total, found.sums, found.output)
                 self._worker.step()
             if gather:
                 gathered = None
-                if self._phase is not None:
-                    gathered = self._worker.gathered(self._phase, everywhere=everywhere)
+                if calls.phase is not None:
+                    gathered = self._worker.gathered(calls.phase, everywhere=everywhere)
                 if gathered is None:
                     return None
                 gathered += self._computed_again(gathered, asked, dataset, size, collate_fn, loader)
                 return predictions.in_order(gathered, len(dataset))
-        return measures.result_of(self._ended)
+        return measures.result_of(calls.ended)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """The plain weights, in eval mode and without gradients."""
-        drawn, training = self._drawn, [(module, module.training) for module in self._model.modules()]
+        """Show the plain weights, in eval mode and without gradients."""
+        drawn, training = self._calls.drawn, [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
             with torch.no_grad(), self._worker.training.plain():
                 yield
         finally:
-            self._drawn = drawn
+            self._calls.drawn = drawn
             for module, was_training in training:
                 module.training = was_training
 
@@ -577,38 +374,29 @@ class Run:
         asked: measures.Measure,
         dataset: Any,
         size: int,
-        collate_fn: Any,
+        collate_fn: Collate,
         loader: dict[str, Any],
     ) -> list[tuple[MicroBatch, bytes]]:
-        """The outputs that are not among those ``found``: this worker was not there when they were gathered."""
+        """Compute the outputs that are missing in ``found``: this worker was absent when they were gathered."""
         lacking = outputs.missing([each for each, _ in found], len(dataset), self._membership.size or size)
         if not lacking:
             return []
-        epoch, seed, again = self._epoch, self._settings.seed, list[tuple[MicroBatch, bytes]]()
-        source, order = self._loader(dataset, collate_fn, loader), AsItIs(len(dataset))
-        reading = source.pass_over(order, seed, epoch, lambda: tuple(lacking))
-        try:
-            while lacking:
-                micro_batch = lacking.pop(0)
-                self._worker.note_progress()
-                collated = reading.fetch(micro_batch)
-                seed_everything(stream(seed, epoch, micro_batch[0][0], MICRO_BATCH))
-                again.append((micro_batch, asked.of(collated, samples_of(micro_batch)).output or b""))
-        finally:
-            reading.close()
-        return again
+        return [
+            (micro_batch, asked.of(collated, samples_of(micro_batch)).output or b"")
+            for micro_batch, collated in self._calls.once_more(lacking, dataset, collate_fn, loader)
+        ]
 
     @contextmanager
     def plain_weights(self) -> Iterator[None]:
-        """Show the true weights (and merged statistics) at any moment; the look-ahead point comes back after."""
+        """Show the true weights and merged statistics at any moment; afterwards the look-ahead point is restored."""
         with self._worker.training.plain():
             yield
 
     def save(self, path: str | Path) -> None:
-        """Write the model's plain weights as safetensors, loadable without Pliant. Only the leader writes.
+        """Write the model's plain weights to ``path`` as safetensors, loadable without Pliant. Only the leader writes.
 
-        The others do not wait for it: a save that takes long is ``busy`` by itself. Weights of a later round that
-        another leader has written there meanwhile are left as they are.
+        The other workers do not wait for a long save: it counts as ``busy``. If another leader has meanwhile written
+        the weights of a later round there, they are kept.
         """
         if not self.is_leader:
             return
@@ -620,16 +408,16 @@ class Run:
 
     @contextmanager
     def busy(self, what: str, seconds: float | None = None) -> Iterator[None]:
-        """Say that this worker does something of its own for a while: saving, uploading, drawing pictures.
+        """Announce that this worker does something of its own for a while: saving, uploading, drawing pictures.
 
-        While it lasts the others need not wait: if they would lose much, they go on without this worker, which takes
-        their state over with its next call of ``batches``, ``step`` or ``evaluate``. The model is not touched
-        meanwhile, and however long it takes, this process is not taken for a hung one.
+        If waiting would cost the other workers much, they go on without this one, which takes their state over with its
+        next call of ``batches``, ``step`` or ``evaluate``. Until then its model is not touched. However long it takes,
+        this process does not count as hung.
 
-        what      shown to people ("uploading")
-        seconds   how long it takes as a rule; where it is not given, it is taken for as long as the last time
+        what      shown to users ("uploading")
+        seconds   how long it usually takes; None: as long as the last time under this name
         """
-        if self._closed:
+        if self._calls.closed:
             yield
             return
         with self._worker.busy(str(what) or "busy", seconds):
@@ -638,41 +426,23 @@ class Run:
     # -- the end
 
     def leave(self) -> None:
-        """Go in good order, as on SIGTERM: hand in what there is and let the others go on without this worker.
+        """Leave the run, as on SIGTERM: hand in what is computed; the other workers go on.
 
-        Returns at once; ``batches``, ``step`` and ``evaluate`` raise ``pliant.Left`` when it has happened.
+        Returns at once. ``batches``, ``step`` and ``evaluate`` raise ``pliant.Left`` once this worker has left.
         """
         self._membership.leave("run.leave() was called")
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError("the run is closed: call batches and evaluate inside the with block of join")
-        self._catch_up()
-        if self._trouble is not None:
-            raise self._trouble
-
-    def _catch_up(self) -> None:
-        """End the phase whose loop was left early, together with all others."""
-        phase, self._left = self._left, None
-        if phase is None or self._closed or sys.is_finalizing():
-            return
-        try:
-            self._worker.abandon(phase)
-        except (Exception, SystemExit) as error:
-            # Raised where a loop is being left, it would only be printed: the next call raises it.
-            self._trouble = error
-
     @boundary
     def close(self) -> None:
-        """Leave the run in good order, together with all others; the end of the ``with`` block does it."""
-        if not self._closed:
-            self._check_open()
+        """End the run together with all other workers. The end of the ``with`` block calls it."""
+        if not self._calls.closed:
+            self._calls.check_open()
             self._end()
             self._membership.finish()
 
     def _end(self) -> None:
         """The run is over for this script."""
-        self._closed = True
+        self._calls.closed = True
         self._others.close()
         atexit.unregister(self._at_exit)
 
@@ -682,39 +452,39 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        own = None
-        if error is None and not self._closed:
-            self._catch_up()
-            # Of the script itself, in a function that was called when its loop was left.
-            own = self._trouble if not isinstance(self._trouble, PliantError) else None
+        own, calls = None, self._calls
+        if error is None and not calls.closed:
+            calls.catch_up()
+            # The script's own exception, raised in a function that was called when its loop was left.
+            own = calls.trouble if not isinstance(calls.trouble, PliantError) else None
         try:
             if error is None and own is None:
                 with self._membership.guarded():
                     self.close()
-            elif not self._closed:
+            elif not calls.closed:
                 self._fail(error or own)
         finally:
-            # Whatever was raised: nothing is left to be done when the interpreter ends.
+            # Also after an error: nothing is left to be done at exit.
             self._end()
         if own is not None:
             raise own
 
     def _fail(self, error: BaseException | None) -> None:
-        """The script ends by an exception. One that is in a sample would end one worker after the other."""
+        """The script ends by an exception. If every worker would meet it, the whole run ends with its reason."""
         assert error is not None
         self._worker.training.explain(error)
         self._end()
-        met, reason = self._bad
+        met, reason = self._calls.bad
         self._membership.fail(error, reason if met is not None and met in _causes(error) else None)
 
     def _at_exit(self) -> None:
         """A script without a ``with`` block has ended."""
         error: BaseException | None = getattr(sys, "last_value", None)
-        if self._closed:
+        if self._calls.closed:
             return
         if error is None:
             self.close()
-        elif self._bad[0] in _causes(error):
+        elif self._calls.bad[0] in _causes(error):
             self._fail(error)
 
 
@@ -725,11 +495,3 @@ def _causes(error: BaseException | None) -> list[BaseException]:
         found.append(error)
         error = error.__cause__ or error.__context__
     return found
-
-
-def _left_by_break(frame: FrameType) -> bool:
-    """Whether the loop in ``frame`` drops its iterator by ``break`` or ``return``, not because an exception passes.
-
-    An exception is a crash of this worker, or caught by the script: then the phase is ended at the next call.
-    """
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]] in ("POP_TOP", "POP_ITER")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from benchmarks.coordinating import PER_TICK, succeed
 
-from pliant.coordinator.coordinator import KEEP_BYTES
+from pliant.coordinator.state_keeper import KEEP_BYTES
 
 ROOT = Path(__file__).parents[2]
 LINE_BYTES = 1000

@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "pliant"
 BOTTOM = {"types", "errors", "bitmaps", "auth"}
 SIBLINGS = {"core", "control", "tensors"}
 PARTIES = {"worker", "coordinator", "replay"}
-USER_SIDE = {"run", "data", "rates", "settings"}
+USER_SIDE = {"run", "facts", "micro_batches", "loop_exit", "data", "rates", "settings"}
 ALLOWED = {
     **{layer: set[str]() for layer in BOTTOM},
     "environment": BOTTOM,

@@ -63,21 +63,28 @@ def test_each_name_has_a_docstring(name: str) -> None:
     assert inspect.getdoc(value) and value.__doc__, f"pliant.{name} has no docstring"
 
 
+MEMBERS = {
+    name: value
+    for defined in reversed(pliant.Run.__mro__[:-1])
+    for name, value in vars(defined).items()
+    if not name.startswith("_")
+}
+"""what ``Run`` offers, wherever it is defined"""
+
+
 def test_each_member_of_run_has_a_docstring() -> None:
-    for name, value in vars(pliant.Run).items():
-        if not name.startswith("_"):
-            assert inspect.getdoc(value), f"Run.{name} has no docstring"
+    for name, value in MEMBERS.items():
+        assert inspect.getdoc(value), f"Run.{name} has no docstring"
 
 
 def test_run_has_this_interface() -> None:
-    public = {name: value for name, value in vars(pliant.Run).items() if not name.startswith("_")}
-    assert {name for name, value in public.items() if isinstance(value, property)} == FACTS
-    assert {name for name, value in public.items() if callable(value)} == VERBS
-    assert set(public) == FACTS | VERBS
+    assert {name for name, value in MEMBERS.items() if isinstance(value, property)} == FACTS
+    assert {name for name, value in MEMBERS.items() if callable(value)} == VERBS
+    assert set(MEMBERS) == FACTS | VERBS
 
 
 def test_only_the_bound_of_the_norm_can_be_set() -> None:
-    assert {name for name in FACTS if vars(pliant.Run)[name].fset is not None} == {"clip_norm"}
+    assert {name for name in FACTS if MEMBERS[name].fset is not None} == {"clip_norm"}
 
 
 def test_join_has_few_keywords() -> None:

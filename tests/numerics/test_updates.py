@@ -152,7 +152,7 @@ def test_what_cannot_be_called_in_it_is_refused_by_name(verb: str) -> None:
     with pytest.raises(pliant.UsageError, match=f"{verb} was called in a function of on_update"):
         train(run, model, dataset())
     run._membership.fail(RuntimeError())
-    run._closed = True
+    run._calls.closed = True
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -163,10 +163,10 @@ class Member:
         under_way.abandon()
         self.refused(under_way)
 
-    def started(self, group: groups.Gloo) -> groups.Summation:
+    def started(self, group: groups.Gloo) -> groups.GlooSummation:
         return group.exchange(bytes(16), [torch.ones(300_000), torch.ones(300_000)])
 
-    def left_in_the_middle(self, group: groups.Gloo, summation: groups.Summation | None) -> None:
+    def left_in_the_middle(self, group: groups.Gloo, summation: groups.GlooSummation | None) -> None:
         self.leave(group)
         if summation is not None:
             until(lambda: summation.over, "the end of a sum whose group was left")

@@ -182,6 +182,19 @@ def enlistment(peer: int, enlist: messages.Enlist) -> events.AgentArrived:
     return events.AgentArrived(peer, events.AgentId(enlist.agent), enlist.version, slots, wanted, enlist.owner)
 
 
+def agent_event(
+    agent: events.AgentId, message: messages.Exited | messages.Interrupted | messages.Noticed
+) -> events.Event:
+    """The event for a message of a launcher that has introduced itself."""
+    match message:
+        case messages.Exited(slot=slot, pid=pid, status=status, error=error):
+            return events.ProcessExited(agent, events.SlotId(slot), pid, status, first_line(error))
+        case messages.Interrupted(signal=signal):
+            return events.Interrupted(agent, signal)
+        case messages.Noticed():
+            return events.PreemptionNotice(agent)
+
+
 def terms(signature: messages.Signature) -> Terms:
     """The terms in a worker's signature."""
     parameters = tuple((name, tuple(shape), dtype) for name, shape, dtype in signature.parameters)

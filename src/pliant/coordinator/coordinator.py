@@ -15,13 +15,14 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from pliant.control import messages
-from pliant.coordinator import convert, state_file
+from pliant.coordinator import convert
 from pliant.coordinator.board import StatusBoard
 from pliant.coordinator.connections import Connections, Peer
 from pliant.coordinator.journal import go_back
 from pliant.coordinator.journal_summary import JournalSummary
 from pliant.coordinator.recorder import AGAIN_AFTER_S, JournalSink, Recorder
 from pliant.coordinator.run_spec import RunSpec, checkpoints, inherited
+from pliant.coordinator.state_keeper import StateKeeper
 from pliant.coordinator.status import Status
 from pliant.coordinator.store_relay import StoreRelay
 from pliant.core.journal import records as journal
@@ -31,15 +32,6 @@ from pliant.types import WorkerId
 
 STATUS_EVERY_S = 0.2
 """How often launchers are sent the run's status."""
-
-KEEP_EVERY_S = 5.0
-"""How often the state file is written: a new coordinator has to read the journal from there on."""
-
-KEEP_BYTES = 1 << 20
-"""The state file is also written when the journal has grown by about this much."""
-
-KEEP_SHARE = 100.0
-"""It is written at most every this many times the duration of writing: a script may have made 100,000 calls."""
 
 GAP_PATIENCE_S = 10.0
 """Added to ``dead_after``: after that no worker is left that could still send the missing records."""
@@ -85,9 +77,7 @@ class Coordinator:
         self._shown_s = now_s
         self._beats: list[tuple[events.Heartbeat, float]] = []
         """heartbeats since the last event: they are processed with the next one, at the latest with the next tick"""
-        self._kept_s, self._keeping_s = now_s - KEEP_EVERY_S, 0.0
-        """when the state file was last written, and how long that took"""
-        self._kept_size = 0
+        self._keeper = StateKeeper(self._recorder, self._account, clock, now_s)
         if account is None:
             self._state = advance.gathered(charter.rules, term, charter.dead_after_s, now_s)
             self._write([charter.record(started_unix_s)])
@@ -98,7 +88,7 @@ class Coordinator:
             if self.end is None:
                 # It is not known whether the lost coordinator has synced its last records.
                 self._recorder.sync_now()
-                self._keep(now_s)
+                self._keeper.keep(now_s)
 
     @classmethod
     def resumed(
@@ -132,8 +122,8 @@ class Coordinator:
             self._recorder.sync(now_s)
             self._mind_the_gap(now_s)
             self._name_checkpoints(now_s)
-            if self.end is None and self._is_to_be_kept(now_s):
-                self._keep(now_s)
+            if self.end is None and self._keeper.is_due(now_s):
+                self._keeper.keep(now_s)
             if self._ending is not None:
                 self._end_if_written(*self._ending, now_s)
             self._bulletin.tally.tick(now_s)
@@ -165,23 +155,14 @@ class Coordinator:
         """Process one message from a launcher."""
         now_s = self._clock()
         agent = self._agents.name_at(peer.number)
-        match message:
-            case messages.Enlist():
-                if self.end is not None:
-                    self._send_over(peer, self.end)
-                elif agent is None:
-                    self.handle(convert.enlistment(peer.number, message), now_s)
-            case messages.Exited(slot=slot, pid=pid, status=status, error=error) if agent is not None:
-                self.handle(
-                    events.ProcessExited(agent, events.SlotId(slot), pid, status, convert.first_line(error)), now_s
-                )
-            case messages.Interrupted(signal=signal) if agent is not None:
-                self.handle(events.Interrupted(agent, signal), now_s)
-            case messages.Noticed() if agent is not None:
-                self.handle(events.PreemptionNotice(agent), now_s)
-            case _:
-                # The launcher has not introduced itself.
-                pass
+        if not isinstance(message, messages.Enlist):
+            # Without a name the launcher has not introduced itself.
+            if agent is not None:
+                self.handle(convert.agent_event(agent, message), now_s)
+        elif self.end is not None:
+            self._send_over(peer, self.end)
+        elif agent is None:
+            self.handle(convert.enlistment(peer.number, message), now_s)
 
     def agent_closed(self, peer: Peer) -> None:
         """A launcher's connection was closed."""
@@ -292,7 +273,7 @@ class Coordinator:
                 text = f"going on from checkpoint {record.name}, after {self._bulletin.current.rounds} rounds"
                 self._note(events.Note("rewound", text), now_s)
         if any(isinstance(record, journal.EraRecord | journal.RewindRecord) for record in records):
-            self._keep(now_s)
+            self._keeper.keep(now_s)
 
     def _name_checkpoints(self, now_s: float) -> None:
         """Journal the checkpoints whose preceding records are safely on disk: only then do they exist."""
@@ -308,7 +289,7 @@ class Coordinator:
         self._recorder.sync_now()
         self._state = replace(self._state, checkpoints=known)
         self._send_members(messages.Named(list(known)))
-        self._keep(now_s)
+        self._keeper.keep(now_s)
 
     def _mind_the_gap(self, now_s: float) -> None:
         """Ask the workers for missing records; after a while, go on without them."""
@@ -320,21 +301,6 @@ class Coordinator:
             text = f"{INCOMPLETE}: records that the workers have forgotten are not on disk; training goes on"
             self._note(events.Note("journal", text), now_s)
             self._write(found)
-
-    def _is_to_be_kept(self, now_s: float) -> bool:
-        since_s = now_s - self._kept_s
-        grown = self._recorder.place.size - self._kept_size
-        return since_s >= KEEP_SHARE * self._keeping_s and (since_s >= KEEP_EVERY_S or grown >= KEEP_BYTES)
-
-    def _keep(self, now_s: float) -> None:
-        """Write the state file for a coordinator that replaces this one."""
-        if not self._recorder.is_whole:
-            return
-        began_s = self._clock()
-        place = self._recorder.place
-        self._account.bookmark(place)
-        self._recorder.keep(state_file.encoded(self._account.saved(place)))
-        self._kept_s, self._kept_size, self._keeping_s = now_s, place.size, self._clock() - began_s
 
     # effects
 
@@ -474,7 +440,7 @@ class Coordinator:
             reason = f"{end.reason}; its journal could not be written to the end"
             end = events.Ended(reason, False, end.exit_status or INCOMPLETE_EXIT)
         self._recorder.sync_now()
-        self._keep(now_s)
+        self._keeper.keep(now_s)
         self._recorder.close()
         self.end, self._ending = end, None
         for peer in self._agents.introduced():

@@ -19,7 +19,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -202,7 +202,7 @@ def _logged(text: str) -> None:
 
 
 @contextlib.contextmanager
-def _signals(terminated: asyncio.Event) -> Iterator[None]:
+def _signals(terminated: asyncio.Event) -> Generator[None]:
     """Ctrl-C is the launcher's to judge; SIGTERM ends the run, unless whoever started us ignores it."""
     loop = asyncio.get_running_loop()
     taken: list[int] = []

@@ -1,7 +1,7 @@
-"""Every worker's own view of the model's buffers, in the one model of a replay.
+"""The model's buffers as each worker saw them, in the one model of a replay.
 
 Question  Which running statistics did this worker see, and what became of them at the end of the round?
-Holds     One view at a time is shown, in the model itself; ``tensors.buffers`` makes of each what it made of it then.
+Holds     The model shows the view of one worker at a time. ``tensors.buffers`` treats each view as it did in the run.
 Source    docs/design/0012-replay.md; docs/design/0004-numerics.md.
 """
 
@@ -29,11 +29,11 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class BufferHandIn:
-    """What one member has to do with a round's sums."""
+    """What one member hands in to a round's sums."""
 
     worker: WorkerId
     merged: Tensor | None
-    """its part of the merged buffers"""
+    """its share of the merged buffers"""
     computed: bool
     follows: bool
 
@@ -45,38 +45,38 @@ def holders(group: GroupState) -> list[WorkerId]:
 
 
 class BufferViews:
-    """The views of all workers that have one."""
+    """The views of all workers that hold the state."""
 
     def __init__(self, model: nn.Module, training: Training) -> None:
         self._model = model
         self._training = training
         self._live = 0
         self._was_merged = False
-        """by the last round"""
+        """whether the last round has merged the buffers"""
         self._shown = _View(training.buffers, training.buffers.held())
         self._known: dict[WorkerId, _View] = {}
 
     def change(self, group: GroupState) -> None:
-        """Another roster."""
+        """Follow a change of the roster."""
         self._known = {worker: self._known[worker] for worker in holders(group) if worker in self._known}
         if group.exchange == 0:
-            # Nobody has done anything yet: all hold what the leader holds.
+            # Nothing was done yet: all workers hold what the leader holds.
             self._known = {worker: self._fresh() for worker in group.roster}
         elif not self._known:
             self._known = {group.roster[0]: self._shown}
 
     def begin_anew(self, workers: Sequence[WorkerId], *, shown: bool) -> None:
-        """These workers have read the state from a checkpoint; ``shown``: it is what the model shows."""
+        """These workers have read the state from a checkpoint; ``shown``: the model shows it already."""
         self._known = {worker: self._shown if shown else self._fresh() for worker in workers}
         if not shown:
             self.show(workers[0])
 
     def show(self, worker: WorkerId) -> None:
-        """Let the model hold this worker's values."""
+        """Show this worker's values in the model."""
         self._show(self._of(worker))
 
     def handed_in(self, group: GroupState, worker: WorkerId, weight: float) -> Tensor | None:
-        """This worker's part of the merged buffers."""
+        """This worker's share of the merged buffers; None in a group of one, which merges nothing."""
         view = self._of(worker)
         self._show(view)
         if len(group.roster) < 2:
@@ -85,9 +85,9 @@ class BufferViews:
         return view.buffers.hand_in(weight, leader=worker == holders(group)[0])
 
     def begin(self, bits: int) -> None:
-        """A loop begins, and these buffers are merged from now on.
+        """A loop begins; merge the buffers of the bitmap ``bits`` from now on.
 
-        A spare goes along with the first round already: it hands in what it holds now.
+        A spare takes part in the first round already: it hands in what it holds now.
         """
         shown = self._shown
         if bits & ~self._live:
@@ -98,7 +98,7 @@ class BufferViews:
             self.grow(bits)
 
     def grow(self, bits: int) -> bool:
-        """Buffers that some worker changes are merged from now on; whether there are new ones."""
+        """Merge the buffers of the bitmap ``bits``, too, from now on; returns whether there are new ones."""
         new = bits & ~self._live
         self._live |= bits
         for view in (*self._known.values(), self._shown):
@@ -106,11 +106,11 @@ class BufferViews:
         return bool(new)
 
     def merge(self, group: GroupState, handed: Sequence[BufferHandIn], outcome: Settled) -> None:
-        """Bring in the merged buffers, on every worker."""
+        """Put the merged buffers of a round into every view."""
         if not len(self._shown.buffers):
             return
         for worker in holders(group):
-            # Who holds the state takes part, if it has computed anything or not.
+            # Every worker that holds the state takes part, whether it has computed anything or not.
             self._of(worker)
         changed = 0
         parts: list[Tensor] = []
@@ -122,7 +122,7 @@ class BufferViews:
                 changed |= view.changed | (view.buffers.changed() if view is self._shown else 0)
             merged = each.merged
             if each.follows and each.worker == holders(group)[0]:
-                # It has nothing to add, but whole numbers are the leader's.
+                # It adds nothing to the means, but integer buffers are taken from the leader.
                 merged = self.handed_in(group, each.worker, 0.0)
             if merged is not None:
                 parts.append(merged)
@@ -136,12 +136,12 @@ class BufferViews:
         if self.grow(changed):
             self._was_merged = False
         for view in members if self._live else ():
-            # Who goes along hands in what it holds now; who computes will hand in something newer.
+            # A follower hands in what it holds now; a worker that computes will hand in something newer.
             self._show(view)
             view.buffers.hand_in(0.0, leader=False)
 
     def drain(self, group: GroupState) -> None:
-        """At the end of a loop the buffers are made equal."""
+        """Make the buffers of all views equal at the end of a loop."""
         if not len(self._shown.buffers) or not self._live:
             return
         known = [self._of(worker) for worker in holders(group)]
@@ -170,7 +170,7 @@ class BufferViews:
         return self._known[worker]
 
     def _fresh(self) -> _View:
-        """A view that begins with the group's values."""
+        """A new view with the group's values."""
         buffers = ModelBuffers(self._model)
         buffers.live = self._live
         values = self._shown.buffers.merged()

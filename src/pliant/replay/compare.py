@@ -1,8 +1,9 @@
-"""What a replay computes, beside what the journal says.
+"""Comparison of what a replay computes with what the journal says.
 
 Question  Is this the script of the run, and are its numbers those of the workers?
-Holds     Another script is refused by what it does differently (``Diverged``); another number is a finding. What each
-          ticket says is compared as it is reached, so the first difference has a round and a worker.
+Holds     A script that does something else is refused with what it does differently (``Diverged``). A different number
+          is noted as a finding. Tickets are compared in the order of the run, so the first difference has a round and
+          a worker.
 Source    docs/design/0012-replay.md.
 """
 
@@ -10,9 +11,8 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, cast
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 
 from pliant.core.journal.records import PhaseRecord, PolicyRecord, RoundRecord
@@ -20,15 +20,16 @@ from pliant.core.journal.trace import TracedContribution
 from pliant.core.tickets import Flag, Kind
 from pliant.errors import Diverged, UsageError
 from pliant.replay.findings import Difference, Findings, of_weights
+from pliant.tensors.weights import open_weights
 from pliant.worker.elastic.signature import signature, summary
 from pliant.worker.script.calls import ScriptCall
 from pliant.worker.session import JoinRequest
 from pliant.worker.training import Training
 
-# A loss per sample, or a norm, below this is compared as if it were this: nothing is left of it but rounding.
+# A loss per sample, or a norm, that is smaller counts as this number in a relative difference: it is mere rounding.
 _LEAST = 1e-6
-# Say when a worker is lost and where checkpoints go, and nothing about what is computed; a loss scale is taken out
-# again, and a script that was made for a GPU has none where it is replayed without one.
+# The first three say nothing about what is computed. A loss scale is divided out again, and a script written for a GPU
+# has no scaler when it is replayed on a CPU.
 _OF_NO_EFFECT = ("dead_after", "hung_after", "checkpoint", "scaler")
 
 NAMES = {Kind.TRAIN: "batches", Kind.EVALUATE: "evaluate"}
@@ -36,7 +37,7 @@ NAMES = {Kind.TRAIN: "batches", Kind.EVALUATE: "evaluate"}
 
 
 def refuse_other_settings(offer: JoinRequest, agreed: PolicyRecord | None) -> None:
-    """The script must join as the run's did."""
+    """Raise ``Diverged`` if the script joins with other settings, or another model, than the run's script."""
     if agreed is None:
         raise UsageError("the journal has no phase: the run ended before it trained, and there is nothing to replay")
     for name, recorded in agreed.settings.items():
@@ -51,7 +52,12 @@ def refuse_other_settings(offer: JoinRequest, agreed: PolicyRecord | None) -> No
 def refuse_other_call(
     call: ScriptCall, limits: tuple[int | None, int | None], record: PhaseRecord, agreed: PolicyRecord | None
 ) -> None:
-    """The script must open the phase that the run opened; ``limits``: of samples and updates, as the script has it."""
+    """Raise ``Diverged`` if the script opens another phase than the run did.
+
+    limits   of samples and of updates, as the script has set them in ``epochs``
+    record   the phase that the run opened
+    agreed   the policy in force in the run
+    """
     where = f"phase {record.phase} (epoch {record.epoch + 1})"
     if record.task != call.kind.name.lower():
         there = NAMES[Kind[record.task.upper()]]
@@ -70,7 +76,7 @@ def refuse_other_call(
 
 
 class Comparison:
-    """Notes every number that differs. ``weights`` is a file that ``run.save`` wrote."""
+    """Notes every number that differs. ``weights`` is a file written by ``run.save``."""
 
     def __init__(self, findings: Findings, weights: Path | None) -> None:
         self._findings = findings
@@ -80,9 +86,12 @@ class Comparison:
     def ticket(
         self, part: TracedContribution, weight: float, loss: float, norm: float | None, reference: float
     ) -> None:
-        """All of a contribution is computed; ``norm`` of its gradient, squared: None if that or the loss is no number.
+        """Compare a contribution, all of which is computed, with its ticket.
 
-        ``reference``: the batch in units of which gradients are summed.
+        weight      sum of the weights of its micro-batches
+        loss        sum of its weighted losses
+        norm        squared norm of its gradient; None if that or the loss is not finite
+        reference   the batch in units of which gradients are summed
         """
         self._findings.contributions += 1
         self._findings.dropped += part.line is None
@@ -101,11 +110,14 @@ class Comparison:
             self._compare("the gradient's squared norm", square, line.squared_norm, _LEAST**2, number, worker)
 
     def rate(self, here: float, record: RoundRecord) -> None:
-        """The learning rate that an update is made with."""
+        """Compare the learning rate of an update."""
         self._compare("the learning rate", here, record.rate, 0.0, record.round, "the group")
 
     def measure(self, taken: tuple[int, float], record: RoundRecord) -> None:
-        """The norm of a mean gradient that the run took, and told in a later round; ``taken``: here, with the last."""
+        """Compare the norm of a mean gradient, which the run measured in one round and reported in a later one.
+
+        ``taken``: the last round in which it was measured here, and the squared norm.
+        """
         number, square = taken
         if number:
             self._measured[number] = square
@@ -117,7 +129,7 @@ class Comparison:
                 self._compare(what, here, recorded, _LEAST**2, told, "the group")
 
     def evaluated(self, part: TracedContribution, total: float, count: float, number: int) -> None:
-        """One worker's part of an exchange of an ``evaluate``, after round ``number``."""
+        """Compare one worker's part of an exchange of an ``evaluate``, after round ``number``."""
         line = part.line
         assert line is not None
         self._compare("evaluate's count", count, line.weight, _LEAST, number, part.worker)
@@ -126,13 +138,13 @@ class Comparison:
             self._compare("evaluate's sum", total, line.loss_sum, floor, number, part.worker)
 
     def result(self, here: float, recorded: float, number: int, name: str = "") -> None:
-        """The mean that ``evaluate`` returned, after round ``number``; ``name``: of several ones."""
+        """Compare a mean that ``evaluate`` returned after round ``number``; ``name``: its key in a dict of means."""
         self._compare(
             f"the result of evaluate{f' ({name})' if name else ''}", here, recorded, _LEAST, number, "the group"
         )
 
     def weights(self, model: nn.Module, training: Training, number: int) -> None:
-        """The model's plain weights after round ``number`` beside those of the file, if that is of this round."""
+        """Compare the model's plain weights after round ``number`` with the file, if that is of this round."""
         path, findings = self._weights, self._findings
         if path is None:
             findings.not_compared = "there is no file; give one that run.save wrote with --weights"
@@ -140,12 +152,12 @@ class Comparison:
             return
         training.back()
         try:
-            with training.plain(), safe_open(str(path), framework="pt") as file:
+            with training.plain(), open_weights(path) as file:
                 there = (file.metadata() or {}).get("round")
                 if there is not None and int(there) != number:
                     findings.not_compared = f"those in {path.name} are of round {there}"
                     return
-                findings.weights = of_weights(model.state_dict(), cast(Any, file), findings.last_round)
+                findings.weights = of_weights(model.state_dict(), file, findings.last_round)
         except (SafetensorError, OSError) as error:
             raise UsageError(f"cannot read weights from {path}: {error}; give a file that run.save wrote") from None
         findings.compared = f"the weights in {path.name}"

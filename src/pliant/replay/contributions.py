@@ -1,9 +1,9 @@
 """The workers' contributions, as a replay computes them.
 
-Question  What has been computed of each contribution, and what does the update make of all of them?
-Holds     Every stretch is computed at the point where its worker computed it: with its view of the buffers, at plain
-          weights or looking ahead from what it had handed in. A contribution is compared once, when all of it is
-          computed.
+Question  What has been computed of each contribution, and which update do all of them make?
+Holds     Every segment is computed at the same point as in the run: with its worker's view of the buffers, and at the
+          plain weights or at the look-ahead point of what that worker had handed in. A contribution is compared once,
+          when all of it is computed.
 Source    docs/design/0012-replay.md.
 """
 
@@ -34,7 +34,7 @@ class _ReplayedContribution:
     norm: float | None = 0.0
     present: int = 0
     scale: float = 1.0
-    """of the losses whose gradients lie in the buffer"""
+    """the loss scale that the gradients in the buffer contain"""
     merged: Tensor | None = None
     finished: bool = False
     left_out: bool = False
@@ -42,7 +42,7 @@ class _ReplayedContribution:
 
 
 class ReplayedContributions:
-    """Those that no update has used up yet."""
+    """The contributions that no update has used yet."""
 
     def __init__(self, training: Training, views: BufferViews, comparison: Comparison) -> None:
         self._training = training
@@ -51,22 +51,22 @@ class ReplayedContributions:
         self._takes: dict[TracedContribution, _ReplayedContribution] = {}
         self._spare: list[FlatGradients] = []
         self._weights_before: list[Tensor] = []
-        """of the last update, where look-aheads may depart from them"""
+        """the weights before the last update, kept only if a look-ahead may start from them"""
 
     def add(self, part: TracedContribution, weight: float, loss_sum: Tensor | float) -> None:
-        """A micro-batch of it is computed; its gradients lie in the buffer."""
+        """Count a micro-batch that was computed; its gradients are in the buffer."""
         take = self._takes[part]
         take.weight += weight
         take.loss = take.loss + loss_sum
 
     def leave_out(self, part: TracedContribution) -> None:
-        """A backward pass of it has failed: nothing that was computed of it counts."""
+        """Drop what was computed of a contribution, because a backward pass of it has failed."""
         take = self._takes[part]
         take.weight, take.loss, take.left_out = 0.0, 0.0, True
         self._training.gradients.discard()
 
     def forget(self) -> None:
-        """What was computed and not used counts for nothing."""
+        """Drop all contributions that were computed and not used."""
         for take in self._takes.values():
             self._let_go(take)
         self._takes.clear()
@@ -74,18 +74,18 @@ class ReplayedContributions:
     # -- evaluate
 
     def begin_evaluating(self, part: TracedContribution) -> None:
-        """Only sums and counts follow."""
+        """Begin a contribution to an ``evaluate``: sums and counts, no gradients."""
         self._takes.setdefault(part, _ReplayedContribution())
 
     def evaluated(self, part: TracedContribution) -> tuple[float, float]:
-        """All of its part of an exchange is computed: sum and count."""
+        """The sum and the count of such a contribution, which is complete."""
         take = self._takes.pop(part, _ReplayedContribution())
         return float(take.loss), take.weight
 
     # -- training
 
     def begin(self, stretch: Segment, group: GroupState) -> None:
-        """Put the model where this stretch was computed."""
+        """Put the model at the point where this segment was computed."""
         part, training = stretch.part, self._training
         take = self._takes.get(part)
         begun = take is not None
@@ -93,7 +93,7 @@ class ReplayedContributions:
             take = self._takes[part] = _ReplayedContribution(scale=training.scale)
         before = None if begun else part.before
         if before is not None and (before.round == 0 or before.round > group.round):
-            # It was handed in before this one was begun.
+            # The previous contribution was handed in before this one was begun.
             self._finish(before, group)
         take.buffer = take.buffer or self._blank(training.look())
         self._views.show(part.worker)
@@ -101,7 +101,7 @@ class ReplayedContributions:
         if stretch.ahead:
             self._go_ahead(before, take.buffer, group)
         if take.scale != training.scale:
-            # It has moved since the last stretch, as it did on the worker.
+            # The loss scale has changed since the last segment, as it did on the worker.
             take.buffer.scale(training.scale / take.scale)
             take.scale = training.scale
         training.gradients.fill(take.buffer, begun=begun)
@@ -109,7 +109,7 @@ class ReplayedContributions:
             self._let_go(self._takes.pop(before))
 
     def apply(self, item: TracedRound, group: GroupState) -> float:
-        """Make the update of a round, from ``group``; the learning rate that it was made with."""
+        """Make the update of a round, starting from ``group``; returns the learning rate."""
         training, outcome, record = self._training, item.outcome, item.record
         training.back()
         takes = [
@@ -137,7 +137,7 @@ class ReplayedContributions:
         return rate
 
     def _go_ahead(self, before: TracedContribution | None, blank: FlatGradients, group: GroupState) -> None:
-        """Look ahead as this worker did, from the contribution that it had handed in."""
+        """Look ahead as this worker did, using the contribution that it had handed in before."""
         training = self._training
         if before is None or training.lookahead is None:
             raise Diverged(f"round {group.round}: the run looked ahead where the script has nothing to look from")
@@ -149,7 +149,7 @@ class ReplayedContributions:
         training.look_ahead(group.rate.factor)
 
     def _finish(self, part: TracedContribution, group: GroupState) -> _ReplayedContribution:
-        """Everything of a contribution is computed: what its ticket says is known."""
+        """Close a contribution, all of which is computed, and compare it with its ticket."""
         take = self._takes.setdefault(part, _ReplayedContribution())
         if take.finished:
             return take
@@ -159,7 +159,7 @@ class ReplayedContributions:
         norm = 0.0
         if take.buffer is not None:
             training.gradients.fill(take.buffer, begun=True)
-            # As it was handed in: with an overlap in the layout that was agreed on before.
+            # In the layout in which it was handed in: with an overlap that is the one agreed on before.
             training.gradients.lay_out(group.trained if group.overlap else training.look())
             take.buffer = training.gradients.filling
             assert take.buffer is not None
@@ -168,7 +168,7 @@ class ReplayedContributions:
             norm = take.buffer.squared_norm()
         take.norm = norm if math.isfinite(loss + norm) else None
         if take.left_out and part.line is not None and part.line.flags & Flag.NONFINITE:
-            # Its ticket was with the others already when the pass failed.
+            # Its ticket had been sent already when the backward pass failed.
             take.weight, loss, take.norm = part.line.weight, part.line.loss_sum, None
         if part.line is not None:
             take.merged = self._views.handed_in(group, part.worker, take.weight)
@@ -176,7 +176,7 @@ class ReplayedContributions:
         return take
 
     def _merge(self, item: TracedRound, takes: list[_ReplayedContribution]) -> None:
-        """Bring in the merged buffers, on every worker."""
+        """Merge the buffers of all workers."""
         handed = [
             BufferHandIn(
                 worker,
@@ -203,12 +203,12 @@ class ReplayedContributions:
         return buffers[0]
 
     def _blank(self, members: bytes) -> FlatGradients:
-        """One with nothing in it, for these parameters."""
+        """An empty buffer for these parameters."""
         self._spare = [buffer for buffer in self._spare if buffer.members == members]
         return self._spare.pop() if self._spare else FlatGradients(self._training.parameters, members)
 
     def _let_go(self, take: _ReplayedContribution) -> None:
-        """Its gradients are not needed any more."""
+        """Reuse the buffer of a contribution whose gradients are not needed any more."""
         if take.buffer is not None:
             take.buffer.clear()
             self._spare.append(take.buffer)

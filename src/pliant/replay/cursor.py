@@ -1,7 +1,7 @@
-"""A place in a score.
+"""A position in a trace.
 
 Question  Which item comes next, and which micro-batch does the script's loop body compute now?
-Holds     Items are taken one after another, each once; stretches that were laid out are drawn before the next item.
+Holds     Items are taken one after another, each once. Segments that were laid out are drawn before the next item.
 Source    docs/design/0012-replay.md.
 """
 
@@ -24,7 +24,7 @@ from pliant.core.journal.trace import (
 from pliant.core.ledger import MicroBatch
 from pliant.errors import UsageError
 
-# What the loader may read in advance.
+# How many micro-batches the loader may read in advance.
 _AHEAD = 64
 
 
@@ -35,49 +35,49 @@ class TraceCursor:
         self._items = items
         self._cursor = 0
         self._waiting: list[Segment] = []
-        """of the bodies that come next"""
+        """segments that are laid out and have not begun"""
         self._stretch: Segment | None = None
-        """that the script is in, and what is left of it"""
+        """the segment that the script is in; its remaining micro-batches are in ``_left``"""
         self._left: list[MicroBatch] = []
         self.part: TracedContribution | None = None
-        """whose micro-batch was drawn last"""
+        """the contribution whose micro-batch was drawn last"""
         self.computed = True
-        """``backward`` was called for it, or none was drawn"""
+        """whether ``backward`` was called for that micro-batch, or none was drawn"""
 
     # -- items
 
     def rest(self) -> Iterator[Item]:
-        """The items from here on; each is taken as it is given out."""
+        """The items from here on; each one counts as taken when it is yielded."""
         return self.up_to(len(self._items))
 
     def up_to(self, place: int) -> Iterator[Item]:
-        """The items before that place, likewise."""
+        """The items before index ``place``, in the same way."""
         while self._cursor < place:
             self._cursor += 1
             yield self._items[self._cursor - 1]
 
     def to_come(self) -> Iterator[Item]:
-        """The items from here on; they stay where they are."""
+        """The items from here on, without taking them."""
         return itertools.islice(self._items, self._cursor, None)
 
     # -- loop bodies
 
     def lay_out(self, stretches: Iterable[Segment]) -> None:
-        """These are to be computed next."""
+        """Set the segments that are to be computed next."""
         self._waiting = [stretch for stretch in stretches if stretch.micro_batches]
 
     @property
     def is_laid_out(self) -> bool:
-        """Whether there are stretches that have not begun."""
+        """Whether there are segments that have not begun."""
         return bool(self._waiting)
 
     @property
     def is_under_way(self) -> bool:
-        """Whether something is left to be drawn before the next item."""
+        """Whether a micro-batch is left to be drawn before the next item."""
         return bool(self._left or self._waiting)
 
     def begun(self) -> Segment | None:
-        """The stretch that begins now; None inside one."""
+        """Begin the next segment and return it; None inside one."""
         if self._left:
             return None
         self._stretch = self._waiting.pop(0)
@@ -85,13 +85,13 @@ class TraceCursor:
         return self._stretch
 
     def drawn(self) -> MicroBatch:
-        """The next micro-batch of the stretch."""
+        """Take the next micro-batch of the segment."""
         assert self._stretch is not None
         self.part, self.computed = self._stretch.part, False
         return self._left.pop(0)
 
     def leave_body(self) -> bool:
-        """The script's loop body has run; whether that was the last one of its stretch."""
+        """Note that the script's loop body has run; returns whether it was the last one of its segment."""
         self.computed = True
         if self._left or self._stretch is None:
             return False
@@ -99,7 +99,7 @@ class TraceCursor:
         return True
 
     def upcoming(self, phase: int) -> tuple[MicroBatch, ...]:
-        """What will be drawn next in the innermost call, that of ``phase``."""
+        """The micro-batches that will be drawn next in the innermost call, which is that of ``phase``."""
         found = list(self._left)
         for stretch in self._waiting:
             found += stretch.micro_batches
@@ -122,7 +122,7 @@ class TraceCursor:
 
 
 def start_before(score: Trace, since: int, there: Collection[str]) -> TraceStart:
-    """The last checkpoint up to round ``since`` that is there and can be started from."""
+    """The last checkpoint up to round ``since`` that a replay can start from; ``there``: names that still exist."""
     for start in reversed(score.starts):
         if start.checkpoint.round <= since and start.checkpoint.name in there:
             return start

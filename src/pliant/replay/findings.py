@@ -1,7 +1,8 @@
-"""What a replay finds: numbers that differ from the recorded ones.
+"""The findings of a replay: numbers that differ from the recorded ones.
 
-Question  How far apart are two computations of one run, and where did that begin?
-Holds     Differences are relative. Kept are the first one above the tolerance, with round and worker, and the largest.
+Question  How far apart are two computations of one run, and where did the difference begin?
+Holds     Differences are relative. Only the first one above the tolerance, with round and worker, and the largest one
+          are kept.
 Source    docs/design/0012-replay.md.
 """
 
@@ -9,22 +10,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pliant.errors import Diverged
+from pliant.tensors.weights import WeightsFile
 
 EXACT = 1e-9
-"""Two computations in float64 agree to this: the same sums in another order."""
+"""Tolerance in float64: both computations add the same numbers, in another order."""
 LOOSE = 1e-3
-"""In shorter types a difference above this is worth a word; rounding alone can come to it in a long run."""
+"""Tolerance in shorter types. A larger difference is reported, though rounding alone can reach it in a long run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One number that is not what the journal, or the file of weights, says."""
+    """A number that differs from the journal or from the file of weights."""
 
     relative: float
     what: str
@@ -43,19 +44,19 @@ class Findings:
     """What a replay has found so far."""
 
     first_round: int = 1
-    """those before a checkpoint are not computed again"""
+    """the rounds before a checkpoint are not computed again"""
     rounds: int = 0
     contributions: int = 0
     dropped: int = 0
-    """contributions that were lost with somebody, and computed again for what was built on them"""
+    """contributions that were lost in the run, and computed again because look-ahead points were built on them"""
     evaluations: int = 0
     exact: bool = False
-    """everything trained is float64"""
+    """whether everything trained is float64"""
     tolerance: float = LOOSE
     first: Difference | None = None
-    """above the tolerance"""
+    """the first one above the tolerance"""
     largest: Difference | None = None
-    """of what tickets and results say"""
+    """the largest one of the numbers in tickets and results"""
     weights: Difference | None = None
     """the largest one of the weights"""
     compared: str = ""
@@ -64,7 +65,7 @@ class Findings:
     """why there was nothing to compare with"""
     last_round: int = 0
     complete: bool = False
-    """the script has come to its end"""
+    """whether the script has come to its end"""
 
     def note(self, difference: Difference) -> None:
         if self.largest is None or not difference.relative <= self.largest.relative:
@@ -74,13 +75,16 @@ class Findings:
 
     @property
     def agrees(self) -> bool:
-        """Whether nothing differs by more than the type of the weights excuses."""
+        """Whether nothing differs by more than the dtype of the weights explains."""
         apart = self.weights is not None and not self.weights.relative <= self.tolerance
         return self.first is None and not (apart and self.exact)
 
 
-def of_weights(state: dict[str, Tensor], file: Any, number: int) -> Difference:
-    """The largest difference of any tensor, as a part of that tensor's largest number."""
+def of_weights(state: dict[str, Tensor], file: WeightsFile, number: int) -> Difference:
+    """The largest difference between the weights in ``state`` and in ``file``, after round ``number``.
+
+    Relative to the largest number of the tensor it is in. Raises ``Diverged`` where a tensor has another shape or type.
+    """
     largest = Difference(0.0, "weights", number, "", 0.0, 0.0)
     for name in file.keys():  # noqa: SIM118 - no mapping
         there = file.get_tensor(name)

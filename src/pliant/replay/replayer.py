@@ -1,20 +1,17 @@
 """A recorded run, computed again by one process.
 
-Question  How does one script go the way that the journal says all workers went?
-Holds     It stands in for ``Worker``: the script's own loop body computes every contribution of every worker, each at
-          the point where it was computed (``ReplayedContributions``), and ``Training`` makes the updates. Nothing is
-          decided here: who computed what, and what became of it, is the journal's.
+Question  How does one script do again what all workers of the recorded run did?
+Holds     A ``TrainingLoop`` in the place of ``Worker``. The script's own loop body computes every contribution of every
+          worker, each at the point of the weights where it was computed (``ReplayedContributions``), and ``Training``
+          makes the updates. Nothing is decided here: the journal says who computed what, and what became of it.
 Source    docs/design/0012-replay.md.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +38,7 @@ from pliant.core.tickets import Kind, Sums
 from pliant.errors import Diverged, UsageError
 from pliant.replay import buffers
 from pliant.replay.buffers import BufferViews
+from pliant.replay.calls import ReplayedCall
 from pliant.replay.compare import NAMES, Comparison, refuse_other_call, refuse_other_settings
 from pliant.replay.contributions import ReplayedContributions
 from pliant.replay.cursor import TraceCursor, start_before
@@ -54,29 +52,14 @@ from pliant.worker.training import Training
 
 
 class ReplayOver(SystemExit):
-    """As far as the run is to be replayed, it has been: ends the script."""
+    """Ends the script: the run has been replayed as far as was asked for, or as far as the journal goes."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
-@dataclass(slots=True)
-class _ReplayedCall:
-    """A call of ``batches`` or ``evaluate`` that the script is in."""
-
-    kind: Kind
-    phase: int
-    result: float | None = None
-    over: bool = False
-    results: dict[str, float | None] | None = None
-    total: float = 0.0
-    count: float = 0.0
-    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
-    outputs: list[tuple[MicroBatch, bytes]] = field(default_factory=list)
-
-
 class Replayer:
-    """Plays all workers of a run, to one script."""
+    """Stands in for all workers of a run, for one script."""
 
     leads = False
 
@@ -99,17 +82,17 @@ class Replayer:
         self._start = None if since is None else self._found_start(score, since)
         self._reading = TraceCursor(score.items)
         self._exchanging: TracedExchange | None = None
-        """the part of an ``evaluate`` that is being computed"""
-        self._calls: list[_ReplayedCall] = []
-        self._last: _ReplayedCall | None = None
-        """the one that the script has just left"""
+        """the exchange of an ``evaluate`` that is being computed"""
+        self._calls: list[ReplayedCall] = []
+        self._last: ReplayedCall | None = None
+        """the call that the script has just left"""
         self._micro_batch: MicroBatch | None = None
-        """that was drawn last"""
+        """the one that was drawn last"""
         self._agreed: PolicyRecord | None = None
         self._limit: tuple[int | None, int | None] = None, None
         self._closed = False
         self._due: Told | None = None
-        """an update that ended its loop: what follows it comes when the loop is drained"""
+        """an update that has ended its loop: its hooks are called once the loop is drained"""
         self.hooks = ReplayedHooks(self.training)
         findings.exact = all(p.dtype is torch.float64 for p in self.training.parameters)
         findings.tolerance = EXACT if findings.exact else LOOSE
@@ -128,7 +111,7 @@ class Replayer:
             raise UsageError("--from starts at a checkpoint, but the script calls join without checkpoint=…")
         return start_before(score, since, self._saving.names())
 
-    # -- facts, as ``Worker`` has them
+    # -- facts and settings, as ``Worker`` has them
 
     @property
     def inside(self) -> Kind | None:
@@ -142,22 +125,22 @@ class Replayer:
         return self.training.clip_norm
 
     def set_clip_norm(self, bound: float | None) -> None:
-        """What was in force, and when, is in the journal."""
+        """Nothing to do: the journal says which bound was in force, and when."""
 
     def leave_if_late(self) -> None:
-        """Nobody is late here."""
+        """Nothing to do: a replay takes part from the beginning."""
 
     def leave(self, reason: str) -> None:
-        """Who left, and when, is in the journal."""
+        """Nothing to do: the journal says which worker left, and when."""
 
     def upcoming(self) -> tuple[MicroBatch, ...]:
-        """What will be drawn next in the innermost call."""
+        """The micro-batches that will be drawn next in the innermost call."""
         return self._reading.upcoming(self._calls[-1].phase)
 
     # -- what the script calls
 
     def open(self, call: ScriptCall) -> int | FinishedPhase:
-        """Enter the phase that the run opened next."""
+        """Enter the phase that the run opened next. Raises ``Diverged`` if the script opens another one."""
         self.hooks.refuse("evaluate" if call.kind is Kind.EVALUATE else "batches")
         self._leave_body()
         for item in self._rest():
@@ -231,14 +214,12 @@ class Replayer:
         assert part is not None
         self._takes.add(part, weight, loss_sum)
         self._reading.computed = True
-        for name, total, count in sums:
-            before = call.sums.get(name, (0.0, 0.0))
-            call.sums[name] = before[0] + total, before[1] + count
+        call.measured(sums)
         if output is not None and self._micro_batch is not None:
             call.outputs.append((self._micro_batch, output))
 
     def step(self) -> bool:
-        """Make the update that comes now, if the run's loop bodies saw it."""
+        """Make the update that comes next, if a loop body of the run saw it."""
         if self.inside is not Kind.TRAIN or self._reading.is_under_way:
             return False
         following = next(self._reading.to_come(), None)
@@ -250,7 +231,7 @@ class Replayer:
         return following.outcome.seen
 
     def abandon(self, phase: int) -> None:
-        """The script has left its loop early: everything of the phase must have been computed."""
+        """The script has left its loop early: all of the phase must have been computed."""
         unreached = self._reading.is_under_way or not self._reading.computed
         self._leave_body()
         for item in self._rest() if not self._calls[-1].over else ():
@@ -271,17 +252,17 @@ class Replayer:
     def left(self) -> FinishedPhase | None:
         """The script is out of its innermost call: how that ended."""
         self._last = call = self._calls.pop()
-        return FinishedPhase(call.kind, 0, call.result, results=call.results)
+        return call.finished
 
     def note_progress(self) -> None:
-        """Nobody waits."""
+        """Nothing to do: no other worker waits."""
 
     def busy(self, what: str, seconds: float | None) -> AbstractContextManager[None]:
-        """Nobody waits here."""
+        """Nothing to do: no other worker waits."""
         return nullcontext()
 
     def gathered(self, phase: int, *, everywhere: bool) -> list[tuple[MicroBatch, bytes]] | None:
-        """What the ``evaluate`` that has just ended has gathered: a replay has no leader."""
+        """The outputs of the ``evaluate`` that has just ended; only if wanted everywhere: a replay has no leader."""
         call, self._last = self._last, None
         return call.outputs if everywhere and call is not None and call.phase == phase else None
 
@@ -307,7 +288,7 @@ class Replayer:
     # -- the journal's items
 
     def _rest(self) -> Iterator[Item]:
-        """The items from here on; ends the script where the journal ends."""
+        """The items from here on; ends the script at the end of the journal."""
         yield from self._reading.rest()
         self._stop()
 
@@ -330,7 +311,7 @@ class Replayer:
                 raise AssertionError(item)
 
     def _stop(self) -> None:
-        """As far as the journal goes, or as the user wants."""
+        """End the script, at the end of the journal or where the user wants."""
         self._comparison.weights(self._model, self.training, self.group.round)
         raise ReplayOver
 
@@ -341,7 +322,7 @@ class Replayer:
         self.me = group.roster[0]
 
     def _rewind(self, item: Rewound) -> None:
-        """Somebody has read the state as it is now from a checkpoint; what was computed since counts for nothing."""
+        """A worker has read the present state from a checkpoint; drop what was computed since."""
         self._takes.forget()
         self.group = item.group
         self.me = item.group.roster[0]
@@ -350,15 +331,15 @@ class Replayer:
 
     def _enter(self, call: ScriptCall, item: Opened) -> None:
         record = item.record
-        # The order that is compared is made by what the run's policy says.
+        # The run's policy says how the order that is compared is made.
         self.group = item.group
         refuse_other_call(call, self._limit, record, self._agreed)
-        self._calls.append(_ReplayedCall(call.kind, record.phase))
+        self._calls.append(ReplayedCall(call.kind, record.phase))
         if call.kind is Kind.TRAIN:
             self._views.begin(self.training.buffers.training_bits())
 
     def _passed_by(self, opened: Opened, start: TraceStart) -> int | FinishedPhase:
-        """This phase began before the checkpoint: go to its end without a computation, or to the checkpoint."""
+        """Go to the end of a phase that began before the checkpoint, or to the checkpoint, without a computation."""
         for item in self._reading.up_to(start.item):
             if isinstance(item, Agreed):
                 self._agreed = item.record
@@ -372,7 +353,7 @@ class Replayer:
         return opened.record.phase
 
     def _begin_at(self, start: TraceStart) -> None:
-        """The script is where the checkpoint was written: hold its state, as every worker did."""
+        """Install the state of the checkpoint: the script is where it was written."""
         assert self._saving is not None
         self._start = None
         asked = founded(self._policy, self.group.era, self.group.roster)
@@ -388,7 +369,7 @@ class Replayer:
         self.findings.first_round = here.round + 1
 
     def _pass_over_evaluate(self, item: Opened) -> None:
-        """The run evaluated here and the script does not: nothing of the weights depends on it."""
+        """Pass over an ``evaluate`` of the run that the script does not make: the weights do not depend on it."""
         if item.record.task != "evaluate":
             raise Diverged(f"the run opened another loop over batches after round {self.group.round}")
         for passed in self._rest():
@@ -403,7 +384,7 @@ class Replayer:
         self.group = group
         if call is None:
             return
-        call.over, call.result, call.results = True, record.result, record.results or None
+        call.end(record)
         if call.kind is Kind.TRAIN:
             self._takes.forget()
             self._views.drain(group)
@@ -411,12 +392,7 @@ class Replayer:
             self._follow_update()
             return
         self.findings.evaluations += 1
-        if record.result is not None and call.count:
-            self._comparison.result(call.total / call.count, record.result, group.round)
-        for name, mean in record.results.items():
-            total, count = call.sums.get(name, (0.0, 0.0))
-            if mean is not None:
-                self._comparison.result(total / count if count else math.nan, mean, group.round, name)
+        call.compare(self._comparison, record, group.round)
         if record.result is not None and not group.open and not group.past.ended_inside:
             self.training.evaluated(record.result)
 
@@ -448,7 +424,7 @@ class Replayer:
             self.training.back()
 
     def _update(self, item: TracedRound) -> None:
-        """What all members did when a round was settled."""
+        """Make the update of a round, as all members did when it was settled."""
         rates = self.training.rates(item.outcome.factor)
         self.applied_rate = self._takes.apply(item, self.group)
         self.group, self.last_trained = item.group, item.outcome
@@ -464,7 +440,7 @@ class Replayer:
                 self._follow_update()
 
     def _follow_update(self) -> None:
-        """Let the script do what it did with this update."""
+        """Call the script's hooks for the last update, if that is due."""
         update, self._due = self._due, None
         if update is not None:
             self.hooks.call(update)
@@ -473,6 +449,11 @@ class Replayer:
 def enrolled(
     offer: JoinRequest, score: Trace, findings: Findings, *, since: int | None, until: int | None, weights: Path | None
 ) -> Session:
-    """The membership of a script that is replayed."""
-    player: Any = Replayer(score, offer, findings, since=since, until=until, weights=weights)
+    """The session of a script that is replayed.
+
+    since     start from the last checkpoint up to this round; None: from the beginning
+    until     stop after this round; None: at the end of the journal
+    weights   a file of final weights to compare with
+    """
+    player = Replayer(score, offer, findings, since=since, until=until, weights=weights)
     return Session(player, None, offer.carried)

@@ -21,10 +21,7 @@ from torch.nn import Parameter
 from pliant.bitmaps import bitmap, common
 from pliant.bitmaps import members as members_of
 from pliant.errors import UsageError
-from pliant.tensors import allocation, buckets
-
-# Views start at multiples of 64 bytes (16 floats), where vector loads do not straddle cache lines.
-_ALIGN = 16
+from pliant.tensors import allocation, buckets, layout
 
 _ZERO_GRAD = (
     "the gradients were cleared or replaced by the script: remove optimizer.zero_grad() "
@@ -43,14 +40,14 @@ class FlatGradients:
     def __init__(self, parameters: Sequence[Parameter], members: bytes | None = None) -> None:
         """``members``: the parameters in the layout, as a bitmap (``core.trained_set``); None: all of them."""
         self.members = bitmap(range(len(parameters)), len(parameters)) if members is None else members
-        sizes, places = _placed(parameters, self.members)
+        sizes, places = layout.placed(parameters, self.members)
         device = parameters[0].device
         by_dtype = {dtype: allocation.fresh((size,), dtype, device).zero_() for dtype, size in sizes.items()}
         self.flats = list(by_dtype.values())
         self.views: list[Tensor | None] = [None] * len(parameters)
         """by parameter; None: it is not in the layout"""
         for index, (start, _) in places.items():
-            self.views[index] = _view(by_dtype[parameters[index].dtype], start, parameters[index])
+            self.views[index] = layout.view(by_dtype[parameters[index].dtype], start, parameters[index])
         self.versions = self.seen()
         self.loose: dict[int, Tensor | None] = {}
         """gradients of parameters that are trained but not in the layout yet (just unfrozen), by parameter"""
@@ -113,40 +110,6 @@ class FlatGradients:
         if factor != 1.0:
             self.parts[part].mul_(factor)
         return float(torch.linalg.vector_norm(self.parts[part])) ** 2
-
-
-def _placed(
-    parameters: Sequence[Parameter], members: bytes
-) -> tuple[dict[torch.dtype, int], dict[int, tuple[int, int]]]:
-    """The sizes of a layout's flat buffers, and where each parameter lies in the buffer of its dtype."""
-    sizes: dict[torch.dtype, int] = {}
-    places: dict[int, tuple[int, int]] = {}
-    for index in members_of(members):
-        p = parameters[index]
-        start = sizes.get(p.dtype, 0)
-        places[index] = start, start + p.numel()
-        sizes[p.dtype] = start + -(-p.numel() // _ALIGN) * _ALIGN
-    return sizes, places
-
-
-def _view(flat: Tensor, start: int, p: Parameter) -> Tensor:
-    """Room for a parameter's gradient, with the strides of the parameter: fused optimizers walk both by memory."""
-    # ``.data`` gives each view a version counter of its own; slices of one tensor would share one.
-    own = flat.data
-    if _is_dense(p):
-        # ``as_strided`` counts from the start of the storage, and a large buffer begins later (``allocation.fresh``).
-        return own.as_strided(p.size(), p.stride(), own.storage_offset() + start)
-    return own[start : start + p.numel()].view_as(p)
-
-
-def _is_dense(p: Tensor) -> bool:
-    """Whether its elements lie without gaps in memory, in any order."""
-    expected = 1
-    for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 class _Making:
@@ -331,7 +294,7 @@ class Gradients:
             return 0
         if not members or members == self._filling.members:
             return len(self._filling.parts)
-        return len(buckets.cut(self.parameters, _placed(self.parameters, members)[1]))
+        return len(buckets.cut(self.parameters, layout.placed(self.parameters, members)[1]))
 
     @contextmanager
     def watched(self, ready: Callable[[int], None]) -> Iterator[None]:

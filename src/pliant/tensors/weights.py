@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Any, Protocol, cast
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -48,6 +49,19 @@ def save(model: nn.Module, path: Path, *, round_: int, run: str = "", private: b
     return True
 
 
+class WeightsFile(Protocol):
+    """An open file of weights, as safetensors gives it: its own declarations have no types."""
+
+    def metadata(self) -> dict[str, str] | None: ...
+    def keys(self) -> Sequence[str]: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+def open_weights(path: Path) -> AbstractContextManager[WeightsFile]:
+    """The file's tensors, each read when it is asked for. Raises ``OSError`` or ``SafetensorError``."""
+    return cast(Any, safe_open)(str(path), framework="pt")
+
+
 def size_of(model: nn.Module) -> int:
     """About how many bytes ``save`` writes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
@@ -55,7 +69,7 @@ def size_of(model: nn.Module) -> int:
 
 def _round_in(path: Path, run: str) -> int:
     """The round of ``run`` that the file holds; -1 if there is no such file."""
-    with suppress(OSError, SafetensorError, ValueError), safe_open(str(path), framework="pt") as file:
+    with suppress(OSError, SafetensorError, ValueError), open_weights(path) as file:
         metadata = file.metadata() or {}
         if metadata.get("run") == run:
             return int(metadata.get("round", "-1"))

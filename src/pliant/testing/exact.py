@@ -1,9 +1,9 @@
 """Exact numbers in the place of tensors.
 
-Question  How is a wrong, lost or doubled gradient seen at once, without rounding and without torch's cost?
-Holds     Values are whole numbers modulo a prime: addition, division by a weight and multiplication by a float's exact
-          ratio are exact and take the same time always, so equality is equality. Whatever is wrong with a sum changes
-          it, but for a chance of 2⁻⁶¹. The methods are those of tensors that runtime calls.
+Question  How is a wrong, lost or doubled gradient noticed at once, without rounding and without torch's cost?
+Holds     Values are integers modulo a prime. Addition, division by a weight and multiplication by a float's exact ratio
+          are exact and always take the same time, so results can be compared for equality. An error in a sum goes
+          unnoticed with probability 2⁻⁶¹. The methods are those of tensors that the worker calls.
 Source    ours.
 """
 
@@ -12,20 +12,17 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from pliant import bitmaps
 from pliant.bitmaps import bitmap, common
-from pliant.worker.script.schedule_guard import ScheduleGuard
-from pliant.worker.script.trained_set import TrainedSet
-from pliant.worker.training import Training
 
 PRIME = (1 << 61) - 1
 POISON = 0x5EED5EED5EED5EED % PRIME
-"""what an exchange that did not complete leaves in its memory"""
+"""left in the memory of an exchange that did not complete"""
 PARAMETERS = 3
 PARTS = ((0,), (1, 2))
-"""of the parameters, as they are summed"""
+"""the buckets: indices of the parameters that are summed together"""
 ALL = bitmap(range(PARAMETERS), PARAMETERS)
 
 
@@ -34,14 +31,14 @@ members_of = functools.lru_cache(bitmaps.members)
 
 @functools.lru_cache(maxsize=4096)
 def exact(value: float) -> int:
-    """A float as a number of the field: the exact ratio it stands for."""
+    """A float as a number modulo the prime: numerator divided by denominator of its exact ratio."""
     numerator, denominator = value.as_integer_ratio()
     return numerator * pow(denominator, -1, PRIME) % PRIME
 
 
 @functools.lru_cache(maxsize=65536)
 def gradient(epoch: int, position: int) -> tuple[int, ...]:
-    """What one sample contributes to each parameter; the last one gets something from every fifth sample only."""
+    """The gradient of one sample for each parameter. The last parameter gets one from every fifth sample only."""
     values = [zlib.crc32(b"%d %d %d" % (epoch, position, index)) + 1 for index in range(PARAMETERS)]
     if position % 5:
         values[-1] = 0
@@ -58,7 +55,7 @@ class Number:
     def __init__(self, value: int, nbytes: int = 8) -> None:
         self.value = value
         self.nbytes = nbytes
-        """as if it were a tensor of that size"""
+        """the size in bytes that it claims"""
         self.grad: Number | None = None
         self.requires_grad = True
 
@@ -69,7 +66,7 @@ class Number:
         return self
 
     def is_contiguous(self) -> bool:
-        """Not memory that could be copied at once."""
+        """False: there is no memory that could be copied as a whole."""
         return False
 
     def cpu(self) -> Number:
@@ -83,7 +80,7 @@ class Number:
 
 
 class Flat:
-    """A flat buffer that is summed in place."""
+    """A flat buffer, which is summed in place."""
 
     __slots__ = ("values",)
 
@@ -153,11 +150,11 @@ class VirtualBuffer:
         return other
 
     def squared_norm(self) -> float:
-        """Some number that depends on all of it: who sums something else is noticed."""
+        """A number that depends on all values, so that a member which sums something else is noticed."""
         return sum(self.scaled_norm(part, 1.0) for part in range(len(self.parts)))
 
     def scaled_norm(self, part: int, factor: float) -> float:
-        """The same of one part."""
+        """The same for one bucket."""
         return 0.5 + sum(self.parts[part].values) % 1009 / 1009.0
 
     def scale(self, factor: float) -> None:
@@ -197,7 +194,7 @@ class VirtualGradients:
         return None if self._filling is None else self._filling.trained
 
     def check(self) -> None:
-        """Nobody else touches them."""
+        """Nothing to check: no script touches them."""
 
     def lay_out(self, members: bytes) -> None:
         if members and self._filling is not None:
@@ -247,7 +244,7 @@ class VirtualGradients:
             self._filling.clear()
 
     def add(self, epoch: int, positions: Sequence[int], ready: Callable[[int], None] = lambda _: None) -> None:
-        """What ``backward`` does; ``ready`` is told of each part that is complete."""
+        """Add gradients as ``backward`` does; ``ready`` is called with each bucket that is complete."""
         filling = self._filling
         assert filling is not None, "a gradient is computed while both buffers are away"
         now = self._look()
@@ -272,7 +269,7 @@ class VirtualGradients:
 
 
 class VirtualBuffers:
-    """``tensors.buffers.ModelBuffers`` with one running value, or none."""
+    """``tensors.buffers.ModelBuffers`` with one running statistic, or none."""
 
     def __init__(self, count: int) -> None:
         self._own = [0] * count
@@ -285,7 +282,7 @@ class VirtualBuffers:
         return len(self._own)
 
     def forward(self, positions: Sequence[int]) -> None:
-        """A forward pass changes it."""
+        """Change the statistic, as a forward pass does."""
         if self._own:
             self._own[0] = (self._own[0] * 7 + sum(positions) + 1) % PRIME
             self._changed = True
@@ -325,7 +322,7 @@ class VirtualBuffers:
         return 8
 
     def held_values(self) -> tuple[int, ...]:
-        """What the model's buffers hold now."""
+        """The present values of the model's buffers."""
         return tuple(self._own)
 
     def is_live(self, index: int) -> bool:
@@ -355,7 +352,7 @@ class VirtualBuffers:
 
 
 class VirtualLookAhead:
-    """``tensors.lookahead.LookAhead``: somewhere else, and exactly back."""
+    """``tensors.lookahead.LookAhead``: moves the weights, and returns exactly."""
 
     def __init__(self, parameters: Sequence[Number]) -> None:
         self._parameters = parameters
@@ -391,7 +388,7 @@ class VirtualLookAhead:
 
 
 class VirtualWeightsDigest:
-    """``tensors.digest.WeightsDigest``: one parameter at a time."""
+    """``tensors.digest.WeightsDigest``, of one parameter at a time."""
 
     arithmetic = 1
 
@@ -400,7 +397,7 @@ class VirtualWeightsDigest:
         self.parts = len(parameters)
 
     def note_reduction(self) -> None:
-        """Whole numbers have no order of adding."""
+        """Nothing to note: sums of integers do not depend on their order."""
 
     def whole(self) -> tuple[int, ...]:
         return tuple(self.of(turn) for turn in range(self.parts))
@@ -408,130 +405,3 @@ class VirtualWeightsDigest:
     def of(self, turn: int | None) -> int:
         read = self._parameters if turn is None else [self._parameters[turn % self.parts]]
         return zlib.crc32(b" ".join(b"%d" % p.value for p in read))
-
-
-class _Model:
-    """What ``worker.script.trained_set`` asks of a module."""
-
-    def __init__(self, numbers: Sequence[Number]) -> None:
-        self._numbers = numbers
-
-    def parameters(self) -> Sequence[Number]:
-        return self._numbers
-
-    def named_parameters(self) -> list[tuple[str, Number]]:
-        return [(f"number {index}", number) for index, number in enumerate(self._numbers)]
-
-
-class VirtualOptimizer:
-    """SGD with momentum."""
-
-    def __init__(self, parameters: Sequence[Number], rate: float) -> None:
-        self.param_groups: list[dict[str, Any]] = [{"lr": rate, "momentum": 0.5, "params": list(parameters)}]
-        self.state: dict[Number, dict[str, Any]] = _States()
-
-    def step(self) -> None:
-        for group in self.param_groups:
-            rate, keep = exact(group["lr"]), exact(group["momentum"])
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._move(p, rate, keep)
-
-    def _move(self, p: Number, rate: int, keep: int) -> None:
-        state = self.state[p]
-        carried = state["momentum"].value if "momentum" in state else 0
-        momentum = (carried * keep + p.grad.value) % PRIME  # type: ignore[union-attr]
-        state["momentum"] = Number(momentum)
-        p.value = (p.value - rate * momentum) % PRIME
-
-    def add_param_group(self, group: dict[str, Any]) -> None:
-        self.param_groups.append(group)
-
-
-class _States(dict[Number, dict[str, Any]]):
-    def __missing__(self, key: Number) -> dict[str, Any]:
-        self[key] = {}
-        return self[key]
-
-
-class VirtualScheduler:
-    """Moves the rate and the momentum with every step."""
-
-    def __init__(self, optimizer: VirtualOptimizer) -> None:
-        self._optimizer = optimizer
-        self.steps = 0
-
-    def step(self) -> None:
-        self.steps += 1
-        for group in self._optimizer.param_groups:
-            group.update(lr=(1 + self.steps % 5) / 8, momentum=(1 + self.steps % 3) / 4)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.steps = state["steps"]
-
-
-class VirtualTraining(Training):
-    """``worker.training.Training`` over exact numbers: its own code, other tensors."""
-
-    def __init__(self, *, reference: int, buffers: int, start: int, grows: bool = False, nbytes: int = 8) -> None:
-        """``grows``: the optimizer gets the last parameter only later, from the script; ``nbytes``: of a parameter."""
-        numbers: Any = [Number((start + index) % PRIME, nbytes) for index in range(PARAMETERS)]
-        self.optimizer: Any = VirtualOptimizer(numbers[:-1] if grows else numbers, 0.125)
-        self.trained = TrainedSet(cast(Any, _Model(numbers)), self.optimizer)
-        self.parameters = self.trained.parameters
-        self._had_gradients = self._missed_gradients = 0
-        self.gradients: Any = VirtualGradients(numbers, self.trained.look)
-        self.gradients.optimized = self.trained.optimized
-        self.buffers: Any = VirtualBuffers(buffers)
-        self.lookahead: Any = VirtualLookAhead(numbers)
-        self.held = None
-        self.epochs_ended = 0
-        self._constants = []
-        self.reference = float(reference)
-        self._clip_norm = None
-        self._moments = False
-        self.measured = (0, 0.0)
-        self.weighed = (0, 0)
-        self.sketches, self.sketch = False, 0.0
-        self.fingerprint: Any = VirtualWeightsDigest(numbers)
-        self.scheduler = VirtualScheduler(self.optimizer)
-        self._scheduler, self._schedule_by = self.scheduler, "batch"
-        self.schedule_guard = ScheduleGuard(self.scheduler, self.optimizer)
-        self.loss_scale = None
-        self._stepping = False
-
-    def close(self) -> None:
-        self.finish_copy()
-        self.back()
-
-    def unscale(self) -> float | None:
-        return self.gradients.filling.squared_norm()
-
-    def unscale_part(self, part: int) -> float:
-        return self.gradients.filling.scaled_norm(part, 1.0)
-
-    def _step_schedule(self) -> None:
-        self.settle_set()
-        self.scheduler.step()
-
-    def apply(
-        self,
-        outcome: Any,
-        summed: Any,
-        present: int,
-        averaged: Callable[[Any], bool] | None = None,
-        *,
-        measures: bool = False,
-    ) -> None:
-        assert not self.lookahead.away, "an update is made at the look-ahead point"
-        super().apply(outcome, summed, present, averaged, measures=measures)
-
-    def plain_values(self) -> tuple[int, ...]:
-        """The weights and momenta, wherever the model is now."""
-        with self.plain():
-            weights = tuple(p.value for p in self.parameters)  # type: ignore[attr-defined]
-        state = self.optimizer.state
-        return (*weights, *(state[p]["momentum"].value if "momentum" in state[p] else 0 for p in self.parameters))

@@ -24,10 +24,11 @@ from pliant.core.regrouping import Entry
 from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.testing.clock import World
-from pliant.testing.exact import PARAMETERS, VirtualTraining
+from pliant.testing.exact import PARAMETERS
 from pliant.testing.link import VirtualLink
+from pliant.testing.training import VirtualTraining
 from pliant.types import WorkerId
-from pliant.worker.journal import JournalReporter
+from pliant.worker.journal import JournalReporter, LineSink
 
 
 class Violation(AssertionError):
@@ -407,8 +408,9 @@ class Observer(JournalReporter):
         self._checker = checker
         self._training = training
 
-    def moved(self, link: Any) -> None:
+    def moved(self, link: LineSink) -> None:
         super().moved(link)
+        assert isinstance(link, VirtualLink)
         self._seen = link
 
     def opened(self, group: GroupState, openings: list[Ticket]) -> None:

@@ -23,15 +23,17 @@ from pliant.core.membership.roster import Stopping
 from pliant.core.membership.shutdown import QUIET_EXIT
 from pliant.core.tickets import Kind
 from pliant.errors import PliantError, RunEnded, Stopped
+from pliant.tensors.process_group.channel import Channel
 from pliant.testing.clock import Process, World
-from pliant.testing.collective import Meetings, VirtualForming
+from pliant.testing.collective import VirtualForming
 from pliant.testing.disk import VirtualDisk, VirtualTask
-from pliant.testing.exact import VirtualTraining
 from pliant.testing.hosts import Host, VirtualLauncher
 from pliant.testing.invariants import Checker, Observer, Violation
 from pliant.testing.link import VirtualLink, connected
+from pliant.testing.meeting import Meetings
 from pliant.testing.memo import remembered
 from pliant.testing.network import Network
+from pliant.testing.training import VirtualTraining
 from pliant.testing.transfer import Streams, VirtualDonor, VirtualRecipient
 from pliant.worker import session
 from pliant.worker.checkpoint_writer import CheckpointWriter
@@ -452,7 +454,7 @@ class VirtualScript:
             raise Violation(f"{self.name} ends with {state}, after {self.scene.epochs} epochs")
         self.simulation.checker.ended(self.name, self.training, state, self._worker.group)
 
-    def _share(self, channel: Any, look: Callable[[], None]) -> None:
+    def _share(self, channel: Channel, look: Callable[[], None]) -> None:
         """Everybody takes over the leader's state."""
         numbers: Any = self.training.parameters
         if channel.members == 1:

@@ -25,6 +25,7 @@ from pliant.run import Run, join
 from pliant.tensors.process_group import gloo as groups
 from pliant.types import WorkerId
 from pliant.worker.elastic.enrolment import Solo
+from pliant.worker.journal import LineSink
 from pliant.worker.loop import Worker
 from pliant.worker.session import JoinRequest, Session, appointed, formed, taken_over
 
@@ -79,7 +80,7 @@ class _Recorder:
 
     def joined(self, records: int) -> None: ...
 
-    def moved(self, link: Any) -> None: ...
+    def moved(self, link: LineSink) -> None: ...
 
     def confirmed(self) -> None: ...
 

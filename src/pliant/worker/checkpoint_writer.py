@@ -24,6 +24,7 @@ from pliant.core.group_state import FinishedPhase, GroupState
 from pliant.errors import CheckpointError, UsageError
 from pliant.tensors.background_copy import BackgroundCopy, CopyMemory
 from pliant.tensors.checkpoint import Manifest
+from pliant.types import is_dict
 from pliant.worker import snapshot
 from pliant.worker.elastic.user_state import STATE, users_state_of
 from pliant.worker.snapshot import GroupSnapshot
@@ -292,7 +293,7 @@ def _compare(manifest: Manifest, handed: GroupSnapshot, state: Any, training: Tr
             "use those, or another directory for this run"
         )
     wanted = set(snapshot.everything(training, live=handed.live))
-    if not isinstance(state, dict) or wanted != set(state) - {STATE}:
+    if not is_dict(state) or wanted != set(state) - {STATE}:
         raise CheckpointError(f"checkpoint {manifest.name} is of another model: it has other parameters or buffers")
     for index, p in enumerate(training.parameters):
         value = state[f"p{index}"]["value"]

@@ -10,9 +10,8 @@ Source    docs/protocol.md ("Following", "Planned change").
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from pliant.core import evaluation, tickets
 from pliant.core.evaluation import Appendix
 from pliant.core.tickets import Ticket
 from pliant.tensors.process_group import failures
+from pliant.tensors.process_group.channel import Channel, Summation
 from pliant.worker.elastic.rendezvous import EraBroken
 from pliant.worker.evaluation.appendices import Appended
 
@@ -40,58 +40,58 @@ def reached(ask: Callable[[], Answer], what: str = "the exchange with the other 
 class Collectives:
     """The group of the present era, and those that are ending."""
 
-    def __init__(self, channel: Any) -> None:
-        """``channel``: ``tensors.process_group.gloo.Gloo`` or ``Alone``."""
+    def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._retired: list[tuple[Any, Any]] = []
+        self._retired: list[tuple[Channel, Summation]] = []
         """groups of planned eras that are over, with their last exchange"""
 
     # -- the present one
 
-    def exchange(self, packed: bytes, sums: Sequence[Tensor]) -> Any:
+    def exchange(self, packed: bytes, sums: Sequence[Tensor]) -> Summation:
         """Begin to gather tickets and to add up tensors, in place."""
         return reached(lambda: self._channel.exchange(packed, sums))
 
-    def gather(self, packed: bytes) -> Any:
+    def gather(self, packed: bytes) -> Summation:
         """Begin to gather tickets only."""
         return reached(lambda: self._channel.gather(packed))
 
-    def exchange_appended(self, packed: bytes, appendix: bytes) -> Any:
+    def exchange_appended(self, packed: bytes, appendix: bytes) -> Summation:
         """Begin to gather tickets and, where anybody has one, appendices; nothing is added up."""
         channel = self._channel
         return reached(lambda: Appended(channel.gather, channel.exchange(packed, []), appendix))
 
-    def gather_appendices(self, gathered: Any) -> Any:
+    def gather_appendices(self, gathered: Summation) -> Summation:
         """Begin to gather the appendices of an exchange whose tickets are known; this worker has none."""
         return Appended(self._channel.gather, gathered, b"")
 
-    def appendices(self, summation: Any) -> list[Appendix]:
-        """The appendices of an exchange that is over."""
+    def appendices(self, summation: Summation) -> list[Appendix]:
+        """The appendices of an exchange that was begun with them, and is over."""
+        assert isinstance(summation, Appended)
         return [evaluation.unpacked(data) for data in reached(summation.appendices)]
 
-    def add_up(self, sums: Sequence[Tensor]) -> Any:
+    def add_up(self, sums: Sequence[Tensor]) -> Summation:
         """Begin to add up the tensors of an exchange whose tickets are known."""
         return reached(lambda: self._channel.add_up(sums))
 
-    def begin(self, packed: bytes) -> Any:
+    def begin(self, packed: bytes) -> Summation:
         """Begin an exchange whose sums come in parts."""
         return reached(lambda: self._channel.begin(packed))
 
-    def go_on(self, summation: Any, sums: Sequence[Tensor], *, last: bool = False) -> None:
+    def go_on(self, summation: Summation, sums: Sequence[Tensor], *, last: bool = False) -> None:
         """Begin to add up more of it; ``last``: that is all."""
         reached(lambda: self._channel.go_on(summation, sums, last=last))
 
-    def gathered(self, summation: Any) -> tuple[list[Ticket], int]:
+    def gathered(self, summation: Summation) -> tuple[list[Ticket], int]:
         """The tickets of an exchange that is over, and the union of their bitmaps."""
         unpacked = [tickets.unpack(data) for data in reached(summation.tickets)]
-        bitmap = functools.reduce(operator.or_, (bits for _, bits in unpacked))
+        bitmap = functools.reduce(int.__or__, (bits for _, bits in unpacked))
         return [ticket for ticket, _ in unpacked], bitmap
 
-    def added_up(self, summation: Any) -> None:
+    def added_up(self, summation: Summation) -> None:
         """Make sure that an exchange without tickets has succeeded."""
         reached(summation.tickets)
 
-    def enter(self, channel: Any) -> None:
+    def enter(self, channel: Channel) -> None:
         """Go on in another era's group."""
         self._channel = channel
 
@@ -119,7 +119,7 @@ class Collectives:
 
     def tidy(self) -> None:
         """Leave the groups whose last exchange is over."""
-        going_on: list[tuple[Any, Any]] = []
+        going_on: list[tuple[Channel, Summation]] = []
         for channel, last in self._retired:
             if last.over:
                 channel.leave()

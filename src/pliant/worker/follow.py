@@ -11,13 +11,13 @@ Source    docs/protocol.md ("Following", "Handing the state on").
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from msgspec.structs import replace
 
 from pliant.core import postscripts, trained_set
 from pliant.core.group_state import Standing
 from pliant.core.tickets import Flag, Kind, Ticket
+from pliant.tensors.process_group.channel import Summation
 from pliant.worker.collectives import Collectives
 from pliant.worker.in_flight import InFlight
 from pliant.worker.poll import Poller
@@ -92,7 +92,7 @@ class Follower:
         self._hooks.call()
         self._pursue()
 
-    def _gathered(self) -> Any:
+    def _gathered(self) -> Summation:
         """Gather the tickets of all members, whatever exchange they are of, and wait for them."""
         member = self._member
         kind = member.group.phase.kind if member.group.open else Kind.TRAIN
@@ -108,7 +108,7 @@ class Follower:
         self._lookout.wait(summation, self._pursue)
         return summation
 
-    def _follow_round(self, gathered: list[Ticket], bitmap: int, summation: Any) -> None:
+    def _follow_round(self, gathered: list[Ticket], bitmap: int, summation: Summation) -> None:
         """Take part in a round without a contribution; settle it at once unless an ``evaluate`` may come first.
 
         A newcomer that was just dealt its first samples computes during the sum.

@@ -9,7 +9,6 @@ Source    ABS-SGD (Zhou et al. 2023); docs/protocol.md ("One round", "Unplanned 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from pliant.core import tickets
 from pliant.core.regrouping import Entry
 from pliant.core.tickets import Ticket
 from pliant.tensors.gradients import FlatGradients
+from pliant.tensors.process_group.channel import Summation
 from pliant.worker.contribution import Contribution
 from pliant.worker.evaluation.outputs import Outputs
 
@@ -25,7 +25,8 @@ class InFlight:
     """A contribution that was handed in and is not settled yet."""
 
     def __init__(self, filled: FlatGradients | None, merged: Tensor | None, drawn: int) -> None:
-        self.summation: Any = None
+        self.summation: Summation
+        """from the moment it is handed in"""
         self.filled = filled
         self.merged = merged
         self.drawn = drawn

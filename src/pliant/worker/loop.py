@@ -39,6 +39,7 @@ from pliant.core.ledger import MicroBatch, samples_of
 from pliant.core.rounds import Settled
 from pliant.core.tickets import Flag, Kind, Sums
 from pliant.errors import Left, UsageError
+from pliant.tensors.process_group.channel import Channel
 from pliant.types import WorkerId
 from pliant.worker.checkpoint_schedule import CheckpointSchedule
 from pliant.worker.checkpoint_writer import CheckpointWriter
@@ -71,7 +72,7 @@ class Worker:
         self,
         me: WorkerId,
         group: GroupState,
-        channel: Any,
+        channel: Channel,
         training: Training,
         witness: Journal,
         enrolment: Enrolment | Solo,

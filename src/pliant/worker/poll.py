@@ -9,10 +9,10 @@ Source    docs/protocol.md ("Unplanned change", "Handing the state on").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
 
+from pliant.tensors.process_group.channel import Summation
 from pliant.worker.checkpoint_schedule import CheckpointSchedule
 from pliant.worker.collectives import Collectives
 from pliant.worker.elastic.rendezvous import EraBroken
@@ -57,7 +57,7 @@ class Poller:
         return self._broken
 
     @contextmanager
-    def deferring(self) -> Iterator[None]:
+    def deferring(self) -> Generator[None]:
         """Catch an ``EraBroken`` and keep it for the next ``check_era``. The first one counts."""
         try:
             yield
@@ -111,7 +111,7 @@ class Poller:
         )
 
     @contextmanager
-    def busy(self, what: str, seconds: float | None) -> Iterator[None]:
+    def busy(self, what: str, seconds: float | None) -> Generator[None]:
         """While the script does something else (saving, uploading): the others need not wait for it."""
         enrolment = self._member.enrolment
         start_s = self._clock()
@@ -125,7 +125,7 @@ class Poller:
             self.progress()
             enrolment.tell_position()
 
-    def wait(self, summation: Any, meanwhile: Callable[[], None] | None = None) -> float:
+    def wait(self, summation: Summation, meanwhile: Callable[[], None] | None = None) -> float:
         """Wait until the exchange is over; returns the seconds it took. Raises if the era or the run ends meanwhile."""
         start = self._clock()
         if not summation.over:
@@ -139,7 +139,7 @@ class Poller:
             self.progress()
         return self._clock() - start
 
-    def wait_briefly(self, summation: Any, at_most_s: float) -> float:
+    def wait_briefly(self, summation: Summation, at_most_s: float) -> float:
         """Wait for a limited time, without ``rest``: the update of the sum has not been made."""
         start = self._clock()
         while not summation.wait(LOOK_S) and self._clock() - start < at_most_s:

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ from pliant.tensors import checkpoint, handoff, weights
 from pliant.tensors import serialize as states
 from pliant.tensors.process_group import gloo as groups
 from pliant.tensors.process_group import nccl
+from pliant.tensors.process_group.channel import Channel
 from pliant.types import WorkerId
 from pliant.worker.checkpoint_writer import CheckpointWriter
 from pliant.worker.elastic.donor import StateLines
@@ -49,6 +50,7 @@ from pliant.worker.elastic.signature import check_device, device_of, signature, 
 from pliant.worker.journal import JournalReporter, NullJournal
 from pliant.worker.loop import Worker
 from pliant.worker.script.trained_set import all_parameters
+from pliant.worker.script.training_loop import TrainingLoop
 from pliant.worker.snapshot import install_state, stated
 from pliant.worker.training import Training
 
@@ -86,7 +88,7 @@ class Session:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: TrainingLoop,
         size: int | None,
         carried: dict[str, Any],
         enrolment: Enrolment | Solo | None = None,
@@ -139,7 +141,7 @@ class Session:
             self.enrolment.depart(error)
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
+    def guarded(self) -> Generator[None]:
         """Turn Pliant's own errors into one line and an exit status, in a job."""
         try:
             yield
@@ -168,7 +170,7 @@ _held: list[Job] = []
 
 
 @contextmanager
-def appointed(enroll: Callable[[JoinRequest], Session]) -> Iterator[None]:
+def appointed(enroll: Callable[[JoinRequest], Session]) -> Generator[None]:
     """Replace how ``join`` finds its group, for what this thread runs meanwhile. Other threads set their own."""
     before = _appointed.set(enroll)
     try:
@@ -403,7 +405,7 @@ def formed(
 class _Watched:
     """A broadcast in a group that is given up when the era ends."""
 
-    def __init__(self, channel: Any, look: Callable[[], None]) -> None:
+    def __init__(self, channel: Channel, look: Callable[[], None]) -> None:
         self.place: int = channel.place
         self._channel = channel
         self._look = look
@@ -412,7 +414,7 @@ class _Watched:
         self._channel.broadcast(tensor, 0, self._look)
 
 
-def taken_over(channel: Any, offer: JoinRequest, look: Callable[[], None] = lambda: None) -> None:
+def taken_over(channel: Channel, offer: JoinRequest, look: Callable[[], None] = lambda: None) -> None:
     """Take over the leader's state: tensors in place, objects by ``load_state_dict``, plain values as they are."""
     if channel.members == 1:
         return

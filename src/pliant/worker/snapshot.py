@@ -25,6 +25,7 @@ from pliant.core.regrouping import Entry
 from pliant.core.tickets import NOWHERE, point
 from pliant.tensors import allocation
 from pliant.tensors.background_copy import BackgroundCopy, CopyMemory
+from pliant.types import is_dict, is_list_or_tuple
 from pliant.worker.training import Training
 
 META = "meta"
@@ -180,9 +181,9 @@ def copied(value: Any) -> Any:
     """A copy in memory of its own, tensors in containers included."""
     if isinstance(value, Tensor):
         return allocation.copied(value)
-    if isinstance(value, dict):
+    if is_dict(value):
         return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+    if is_list_or_tuple(value):
         return type(value)(copied(item) for item in value)
     return value
 

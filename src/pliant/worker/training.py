@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -25,6 +25,7 @@ from pliant.core import drift
 from pliant.core.rounds import Settled
 from pliant.core.tuning import rates
 from pliant.errors import UsageError
+from pliant.tensors import untyped
 from pliant.tensors.background_copy import BackgroundCopy
 from pliant.tensors.buffers import ModelBuffers
 from pliant.tensors.digest import WeightsDigest
@@ -160,7 +161,7 @@ class Training:
         share = weight / self.reference
         scaled = loss if share == 1.0 else loss * share
         with self.gradients.watched(ready) if ready is not None else nullcontext():
-            (self.loss_scale.scaled(scaled) if self.loss_scale else scaled).backward()
+            untyped.backward(self.loss_scale.scaled(scaled) if self.loss_scale else scaled)
         self.gradients.accumulated()
 
     def explain(self, error: BaseException) -> None:
@@ -220,8 +221,8 @@ class Training:
         if not own:
             # The only backward pass has failed, or nothing was computed.
             return 0.0
-        torch._foreach_mul_(own, 1.0 / self.scale)
-        return sum(float(norm) ** 2 for norm in torch._foreach_norm(own))
+        untyped.multiply(own, 1.0 / self.scale)
+        return sum(float(norm) ** 2 for norm in untyped.norms(own))
 
     def unscale_part(self, part: int) -> float:
         """The same for one bucket."""
@@ -406,10 +407,10 @@ class Training:
             return square
         own = self._own_gradients()
         if own and (measures or self._clip_norm is not None):
-            square = sum(float(norm) ** 2 for norm in torch._foreach_norm(own)) * mean * mean
+            square = sum(float(norm) ** 2 for norm in untyped.norms(own)) * mean * mean
         scale = mean * (1.0 if square is None else self._clipped(math.sqrt(square)))
         if scale != 1.0 and own:
-            torch._foreach_mul_(own, scale)
+            untyped.multiply(own, scale)
         return square
 
     def _own_gradients(self) -> list[Tensor]:
@@ -452,7 +453,7 @@ class Training:
         scheduler = self._scheduler
         if isinstance(scheduler, ReduceLROnPlateau):
             self.settle_set()
-            self.schedule_guard.own(lambda: scheduler.step(result))
+            self.schedule_guard.own(lambda: untyped.step_with(scheduler, result))
 
     def end_epoch(self, epoch: int) -> None:
         """Epoch ``epoch`` is over. Of a newcomer's past epochs the schedule has counted those it arrived with."""
@@ -486,7 +487,7 @@ class Training:
         return self.parameters[index]
 
     @contextmanager
-    def plain(self, *, weights: bool = True) -> Iterator[None]:
+    def plain(self, *, weights: bool = True) -> Generator[None]:
         """Put the plain weights and the group's merged buffers into the model meanwhile; may be nested.
 
         Without ``weights`` only the buffers.

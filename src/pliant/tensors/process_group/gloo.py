@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pliant.tensors.process_group import failures, teardown
+from pliant.tensors.process_group.channel import Summation
 from pliant.tensors.process_group.gloo_sockets import GlooSockets
 from pliant.tensors.process_group.reachability import ProbePort, Unconnected, unreached
 
@@ -76,8 +77,8 @@ class ControlStore(dist.Store):
             self._channel.get(self._attempt, self._prefix + key, timeout.total_seconds() if timeout else _FORMING_S)
 
 
-class Summation:
-    """One exchange, running or over. Its memory belongs to the group until it is over, even if the group is left."""
+class GlooSummation:
+    """A ``Summation``. Its memory belongs to the group until it is over, even if the group is left."""
 
     def __init__(
         self, works: Sequence[Any], tickets: Callable[[], list[bytes]] = list, memory: Sequence[Tensor] = ()
@@ -146,28 +147,29 @@ def _first_error(works: Sequence[Any]) -> RuntimeError | None:
 
 
 class Alone:
-    """A group of one worker: every exchange is over immediately."""
+    """A group of one worker: nothing is waited for, and every tensor is its own sum."""
 
     members = 1
     place = 0
 
-    def exchange(self, ticket: bytes, sums: Sequence[Tensor]) -> Summation:
-        return Summation([], lambda: [ticket])
+    def exchange(self, ticket: bytes, sums: Sequence[Tensor]) -> GlooSummation:
+        return GlooSummation([], lambda: [ticket])
 
-    def gather(self, ticket: bytes) -> Summation:
-        return Summation([], lambda: [ticket])
+    def gather(self, ticket: bytes) -> GlooSummation:
+        return GlooSummation([], lambda: [ticket])
 
-    def add_up(self, sums: Sequence[Tensor]) -> Summation:
-        return Summation([])
+    def add_up(self, sums: Sequence[Tensor]) -> GlooSummation:
+        return GlooSummation([])
 
-    def begin(self, ticket: bytes) -> Summation:
-        return Summation([], lambda: [ticket])
+    def begin(self, ticket: bytes) -> GlooSummation:
+        summation = self.gather(ticket)
+        summation.await_more()
+        return summation
 
     def go_on(self, summation: Summation, sums: Sequence[Tensor], *, last: bool = False) -> None:
-        """Nothing to sum: there is no other worker."""
-
-    def broadcast_async(self, tensor: Tensor, root: int) -> Summation:
-        return Summation([])
+        assert isinstance(summation, GlooSummation)
+        if last:
+            summation.complete()
 
     def broadcast(self, tensor: Tensor, root: int = 0, check: Callable[[], None] | None = None) -> None:
         """Nothing to send: there is no other worker."""
@@ -188,7 +190,7 @@ class Gloo:
     def __init__(self, channel: KeyValue, *, attempt: int, place: int, members: int, address: str) -> None:
         self.members = members
         self.place = place
-        self._under_way: list[Summation] = []
+        self._under_way: list[GlooSummation] = []
         self._wiring = GlooSockets(address)
         try:
             with ProbePort(address, members) as doorbell:
@@ -203,19 +205,19 @@ class Gloo:
             raise
         teardown.leave_at_exit(self)
 
-    def exchange(self, ticket: bytes, sums: Sequence[Tensor]) -> Summation:
+    def exchange(self, ticket: bytes, sums: Sequence[Tensor]) -> GlooSummation:
         """All-gather the tickets and all-reduce ``sums`` in place; returns at once."""
         return self._exchanging(ticket, sums)
 
-    def gather(self, ticket: bytes) -> Summation:
+    def gather(self, ticket: bytes) -> GlooSummation:
         """The first half of ``exchange``, for a caller that needs the tickets before it knows the sums."""
         return self._exchanging(ticket, [])
 
-    def add_up(self, sums: Sequence[Tensor]) -> Summation:
+    def add_up(self, sums: Sequence[Tensor]) -> GlooSummation:
         """The second half of ``exchange``; it has no tickets."""
         return self._started(self._summing(sums), list, sums)
 
-    def begin(self, ticket: bytes) -> Summation:
+    def begin(self, ticket: bytes) -> GlooSummation:
         """Start an exchange with only the ticket; tensors to sum follow by ``go_on``."""
         summation = self._exchanging(ticket, [])
         summation.await_more()
@@ -223,11 +225,12 @@ class Gloo:
 
     def go_on(self, summation: Summation, sums: Sequence[Tensor], *, last: bool = False) -> None:
         """All-reduce these tensors, too, after the earlier ones; ``last``: there will be no more."""
+        assert isinstance(summation, GlooSummation)
         summation.add(self._summing(sums, _SUMMING_PARTS), sums)
         if last:
             summation.complete()
 
-    def broadcast_async(self, tensor: Tensor, root: int) -> Summation:
+    def broadcast_async(self, tensor: Tensor, root: int) -> GlooSummation:
         """Broadcast the tensor of the member at index ``root``, in place; returns at once."""
         return self._started([self._spreading(tensor, root)], list, [tensor])
 
@@ -263,7 +266,7 @@ class Gloo:
         self._group, self._under_way = None, []
         remains.dispose()
 
-    def _exchanging(self, ticket: bytes, sums: Sequence[Tensor]) -> Summation:
+    def _exchanging(self, ticket: bytes, sums: Sequence[Tensor]) -> GlooSummation:
         mine = torch.frombuffer(bytearray(ticket), dtype=torch.uint8)
         theirs = [torch.empty_like(mine) for _ in range(self.members)]
         # All members start the same collectives in the same order: tickets, then sums.
@@ -281,8 +284,10 @@ class Gloo:
         options.rootTensor = 0
         return self._present().broadcast([tensor], options)
 
-    def _started(self, works: Sequence[Any], tickets: Callable[[], list[bytes]], memory: Sequence[Tensor]) -> Summation:
-        summation = Summation(works, tickets, memory)
+    def _started(
+        self, works: Sequence[Any], tickets: Callable[[], list[bytes]], memory: Sequence[Tensor]
+    ) -> GlooSummation:
+        summation = GlooSummation(works, tickets, memory)
         self._under_way = [each for each in self._under_way if not each.over] + [summation]
         return summation
 

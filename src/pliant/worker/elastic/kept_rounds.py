@@ -54,7 +54,7 @@ class PortionRequest:
     want: list[str]
     size: int
     """bytes of gradients of one round"""
-    since: list[KeptRound | KeptResult] = field(default_factory=list)
+    since: list[KeptRound | KeptResult] = field(default_factory=list[KeptRound | KeptResult])
     """rounds and results after ``as_of``"""
     answer: tuple[int, Mapping[str, Any]] | None = None
     """(exchange, parts) that have arrived while the donor was ahead of this worker"""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -22,6 +22,7 @@ from pliant.control.link import Position
 from pliant.control.mailbox import Mailbox
 from pliant.control.messages import Broken, Call, EraPlan, EraStart, Signature
 from pliant.errors import PliantError
+from pliant.tensors.process_group.channel import Channel
 from pliant.tensors.process_group.reachability import Unconnected
 from pliant.types import WorkerId
 
@@ -68,6 +69,8 @@ class CoordinatorLink(Protocol):
     def put(self, attempt: int, key: str, value: bytes) -> None: ...
     def get(self, attempt: int, key: str, timeout_s: float) -> bytes: ...
     def keep(self, lines: Iterable[bytes], first: int) -> None: ...
+    def keep_earlier(self, lines: Sequence[bytes], first: int) -> None: ...
+    def unwritten(self) -> list[bytes]: ...
     def send_lines_again(self) -> None: ...
     def finish(self, *, left: bool, over: bool = False) -> None: ...
     def fail(self, reason: str, *, shown: bool, fatal: bool = False, own: bool = False) -> None: ...
@@ -81,15 +84,14 @@ class PendingGroup(Protocol):
 
     @property
     def failed(self) -> bool: ...
-    def result(self) -> Any: ...
+    def result(self) -> Channel: ...
     def abandon(self) -> None: ...
 
 
 class FormedGroup(msgspec.Struct, frozen=True):
     """The formed group of an era, and what this worker must know to enter it."""
 
-    channel: Any
-    """``tensors.process_group.gloo.Gloo`` or ``Alone``"""
+    channel: Channel
     era: int
     roster: tuple[WorkerId, ...]
     donor: int
@@ -362,7 +364,7 @@ class Rendezvous:
                 return plan
             self._sleep(_POLL_S)
 
-    def _formed(self, forming: PendingGroup, era: int) -> Any:
+    def _formed(self, forming: PendingGroup, era: int) -> Channel:
         """Wait until the group is formed. Gives it up if its era is over before."""
         deadline_s = self._clock() + _FORM_S
         try:

@@ -10,20 +10,20 @@ Source    ours; docs/design/0017-evaluate.md.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from pliant.core import tickets
+from pliant.tensors.process_group.channel import Summation
 
 
 class Appended:
-    """An exchange with appendices, under way or over; used like ``tensors.process_group.gloo.Summation``."""
+    """An exchange with appendices, under way or over: a ``Summation`` itself."""
 
-    def __init__(self, gather: Callable[[bytes], Any], first: Any, appendix: bytes) -> None:
+    def __init__(self, gather: Callable[[bytes], Summation], first: Summation, appendix: bytes) -> None:
         """``gather``: of the group; ``first``: the gathering of the tickets; ``appendix``: this worker's own."""
         self._gather = gather
         self._first = first
         self._appendix = appendix
-        self._second: Any = None
+        self._second: Summation | None = None
         self._lengths: list[int] | None = None
         self._error: RuntimeError | None = None
 

@@ -9,7 +9,7 @@ Source    ours; docs/design/0017-evaluate.md, docs/guide/evaluation.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from pliant.core import evaluation
 from pliant.core.group_state import FinishedPhase
 from pliant.core.tickets import Sums
 from pliant.errors import UsageError
+from pliant.types import is_mapping
 from pliant.worker.evaluation import predictions
 
 
@@ -60,7 +61,7 @@ class Measure:
         answer = self._measure(micro_batch)
         if self._gather:
             return Measured(0.0, 0.0, output=predictions.encoded(answer, samples))
-        if not isinstance(answer, Mapping):
+        if not is_mapping(answer):
             self._keep(())
             return Measured(*_pair(answer, "evaluate's measure returned"))
         names = tuple(answer)

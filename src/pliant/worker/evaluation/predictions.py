@@ -9,8 +9,8 @@ Source    ours; docs/design/0017-evaluate.md. ``tensors.serialize`` has the skel
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeGuard, cast
 
 import msgspec
 import numpy as np
@@ -20,6 +20,8 @@ from torch import Tensor
 from pliant.core.ledger import MicroBatch, samples_of
 from pliant.errors import UsageError
 from pliant.tensors import serialize
+from pliant.tensors.untyped import from_numpy
+from pliant.types import is_dict, is_list, is_mapping, is_tuple
 
 _REMEDY = (
     "with gather=True return one output per sample: a tensor whose first dimension is the samples, a list with an "
@@ -75,31 +77,35 @@ def _plain(value: Any) -> Any:
         if value.layout is not torch.strided or value.is_quantized:
             raise UsageError(f"evaluate's measure returned a tensor that is not dense ({value.layout}): {_REMEDY}")
         return value.detach().cpu().resolve_conj().resolve_neg()
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(np.ascontiguousarray(value)) if value.dtype.kind in "biufc" else value.tolist()
+    if _is_array(value):
+        return from_numpy(value) if value.dtype.kind in "biufc" else value.tolist()
     if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, Mapping):
+        return cast(Any, value).item()
+    if is_mapping(value):
         return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
+    if is_tuple(value):
         return tuple(_plain(item) for item in value)
-    if isinstance(value, list):
+    if is_list(value):
         return [_plain(item) for item in value]
     return value
 
 
+def _is_array(value: object) -> TypeGuard[np.ndarray[Any, Any]]:
+    return isinstance(value, np.ndarray)
+
+
 def _check(answer: Any, samples: int, who: str) -> None:
     """Raise unless there is one output per sample."""
-    if isinstance(answer, dict | tuple):
+    if is_dict(answer) or is_tuple(answer):
         if not answer:
             raise UsageError(f"{who} an empty {type(answer).__name__}: {_REMEDY}")
-        for item in answer.values() if isinstance(answer, dict) else answer:
+        for item in answer.values() if is_dict(answer) else answer:
             _check(item, samples, who)
         return
     if isinstance(answer, Tensor):
         entries = answer.shape[0] if answer.dim() else None
     else:
-        entries = len(answer) if isinstance(answer, list) else None
+        entries = len(answer) if is_list(answer) else None
     if entries is None:
         raise UsageError(f"{who} a {type(answer).__name__} without a dimension of samples: {_REMEDY}")
     if entries != samples:
@@ -107,10 +113,10 @@ def _check(answer: Any, samples: int, who: str) -> None:
 
 
 def _split(answer: Any, samples: int) -> list[Any]:
-    if isinstance(answer, dict):
+    if is_dict(answer):
         columns = {key: _split(item, samples) for key, item in answer.items()}
         return [{key: column[place] for key, column in columns.items()} for place in range(samples)]
-    if isinstance(answer, tuple):
+    if is_tuple(answer):
         return list(zip(*(_split(item, samples) for item in answer), strict=True))
     outputs = list(answer)
     if len(outputs) != samples:

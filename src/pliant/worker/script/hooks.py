@@ -12,7 +12,7 @@ Source    ours; docs/design/0016-updates.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +105,7 @@ class Registered:
             )
 
     @contextmanager
-    def _running(self, name: str) -> Iterator[None]:
+    def _running(self, name: str) -> Generator[None]:
         self.inside = name
         try:
             yield
@@ -223,7 +223,7 @@ class Hooks(Registered):
     # -- both
 
     @contextmanager
-    def _running(self, name: str) -> Iterator[None]:
+    def _running(self, name: str) -> Generator[None]:
         lookout = self._lookout
         lookout.in_hook = True
         try:

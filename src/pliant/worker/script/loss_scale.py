@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from pliant.core.tuning import loss_scale
 from pliant.core.tuning.loss_scale import Scale
 from pliant.errors import UsageError
+from pliant.tensors import untyped
 
 _OWN_CALLS = (
     "scaler.unscale_, scaler.step or scaler.update was called by the script: remove all three; "
@@ -47,7 +48,7 @@ class LossScale:
         # A scaler that has scaled nothing has no scale yet, and fails every other call with an assertion.
         scaler.scale(torch.zeros((), device=optimizer.param_groups[0]["params"][0].device))
         self._scale = self._told()
-        self._account = scaler._per_optimizer_states
+        self._account = untyped.accounts_of(scaler)
 
     def _told(self) -> Scale:
         state = self._scaler.state_dict()
@@ -97,7 +98,7 @@ class LossScale:
 
     def take(self, state: Sequence[float]) -> None:
         """Take over what another worker's ``state`` says."""
-        kinds = [type(value) for value in msgspec.structs.astuple(self._scale)]
+        kinds: list[type[Any]] = [type(value) for value in msgspec.structs.astuple(self._scale)]
         self._set(Scale(*(kind(value) for kind, value in zip(kinds, state, strict=True))))
 
     # -- what the script must not call
@@ -108,13 +109,13 @@ class LossScale:
         torch keeps account of the first two, and begins a new account with ``update``; gradients that it unscales do
         not show it in their version counters.
         """
-        account = self._scaler._per_optimizer_states
+        account = untyped.accounts_of(self._scaler)
         if account is not self._account or id(self._optimizer) in account:
             raise UsageError(_OWN_CALLS)
 
     def refuse_scaled(self, loss: Tensor) -> None:
         """Raise if the script has scaled ``loss``: some multiplication in front of it has the scaler's own scale."""
-        mine = self._scaler._scale
+        mine = untyped.scale_of(self._scaler)
         nodes: list[Any] = [loss.grad_fn]
         for seen in range(_NODES):
             if mine is None or seen >= len(nodes):

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pliant.errors import UsageError
+from pliant.types import is_list_or_tuple, is_mapping
 
 _joined: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """the optimizers of the open runs of this process"""
@@ -101,9 +102,9 @@ class OtherOptimizers:
 def _objects(values: Iterable[Any]) -> Iterator[Any]:
     """The objects in ``state=``, those in lists and dicts too."""
     for value in values:
-        if isinstance(value, Mapping):
+        if is_mapping(value):
             yield from _objects(value.values())
-        elif isinstance(value, list | tuple):
+        elif is_list_or_tuple(value):
             yield from _objects(value)
         else:
             yield value

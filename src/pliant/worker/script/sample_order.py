@@ -15,7 +15,7 @@ import math
 import operator
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 from torch import Tensor
@@ -185,10 +185,10 @@ class Given:
         is_sequence = hasattr(indices, "__len__") and hasattr(indices, "__getitem__")
         if not is_sequence or isinstance(indices, Mapping | str | bytes):
             raise UsageError(f"{self._name} returned {_described(indices)}: {self._remedy}")
-        if isinstance(indices, np.ndarray | Tensor) and (indices.ndim != 1 or (len(indices) and not _whole(indices))):
+        if _is_array(indices) and (indices.ndim != 1 or (len(indices) and not _whole(indices))):
             raise UsageError(f"{self._name} returned {_described(indices)}: {self._remedy}")
-        self._indices = indices
-        self._array = isinstance(indices, np.ndarray | Tensor)
+        self._indices: Any = indices
+        self._array = _is_array(indices)
         self._wholly = self._array or len(indices) <= WHOLLY_COMPARED or scheme == PERMUTATION
         self._checksum: int | None = None
 
@@ -236,6 +236,10 @@ class Given:
             raise UsageError(f"{self._name} has something else than indices in it ({error}): {self._remedy}") from None
 
 
+def _is_array(indices: object) -> TypeGuard[np.ndarray[Any, Any] | Tensor]:
+    return isinstance(indices, np.ndarray | Tensor)
+
+
 def _whole(indices: Any) -> bool:
     if isinstance(indices, Tensor):
         return not (indices.is_floating_point() or indices.is_complex() or indices.dtype.itemsize == 0)
@@ -243,7 +247,7 @@ def _whole(indices: Any) -> bool:
 
 
 def _described(indices: Any) -> str:
-    if isinstance(indices, np.ndarray | Tensor):
+    if _is_array(indices):
         return f"an array of {indices.dtype} and shape {tuple(indices.shape)}"
     return f"a {type(indices).__name__}"
 

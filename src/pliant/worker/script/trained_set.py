@@ -90,7 +90,7 @@ class TrainedSet:
                     "of the optimizer until add_param_group"
                 )
             groups.append([self._index[id(p)] for p in group["params"]])
-        remaining = itertools.zip_longest(self._groups, groups[: len(self._groups)], fillvalue=[])
+        remaining = itertools.zip_longest(self._groups, groups[: len(self._groups)], fillvalue=list[int]())
         if any(not set(before) <= set(now) for before, now in remaining):
             raise UsageError(
                 "a parameter or a whole group was taken out of the optimizer: freeze it instead "
