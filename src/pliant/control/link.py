@@ -15,7 +15,6 @@ import os
 import ssl
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import msgspec
 from websockets.exceptions import ConnectionClosed, ConnectionClosedOK
 from websockets.sync.client import ClientConnection
 
+from pliant import forking
 from pliant.control import connect as opening
 from pliant.control.connect import CONNECT_S, FAREWELL_S
 from pliant.control.handshake import Endpoint
@@ -106,7 +106,7 @@ class Link:
         self._waiting = threading.Event()
         self._leaving = self._until_heard = self._closed = False
         self._beat_every_s = self.mailbox.welcome.dead_after_s / 10
-        _close_in_children(self)
+        forking.drop_in_children(self, _drop_socket)
         self._receiver = threading.Thread(target=self._receive, name="pliant-link-in", daemon=True)
         self._sender = threading.Thread(target=self._send, name="pliant-link-out", daemon=True)
         self._receiver.start()
@@ -395,20 +395,7 @@ def beat_of(at: Position, now_s: float) -> Beat:
     )
 
 
-_links: weakref.WeakSet[Link] = weakref.WeakSet()
-_registered = False
-
-
-def _close_in_children(link: Link) -> None:
+def _drop_socket(link: Link) -> None:
     """A forked loader that keeps a copy of the socket would hide its parent's death for seconds."""
-    global _registered
-    _links.add(link)
-    if not _registered:
-        _registered = True
-        os.register_at_fork(after_in_child=_drop_sockets)
-
-
-def _drop_sockets() -> None:
-    for link in list(_links):
-        with contextlib.suppress(OSError):
-            link.connection.socket.close()
+    with contextlib.suppress(OSError):
+        link.connection.socket.close()
