@@ -31,7 +31,7 @@ from pliant.testing.disk import VirtualDisk, VirtualTask
 from pliant.testing.exact import VirtualTraining
 from pliant.testing.hosts import Host, VirtualLauncher
 from pliant.testing.invariants import Checker, Observer, Violation
-from pliant.testing.link import VirtualLink, connected
+from pliant.testing.link import VirtualLink
 from pliant.testing.memo import remembered
 from pliant.testing.network import Network
 from pliant.testing.transfer import Streams, VirtualDonor, VirtualRecipient
@@ -375,7 +375,7 @@ class VirtualScript:
 
     def _connected(self) -> VirtualLink:
         try:
-            link = connected(self.process, self.simulation.network, self.slot, _VERSION)
+            link = VirtualLink(self.process, self.simulation.network, self.slot, _VERSION)
         except PliantError as error:
             if isinstance(error, Stopped) and error.completed:
                 raise SystemExit(0) from None
