@@ -298,4 +298,3 @@ _DOES: dict[str, Callable[[Simulation, Fault, str | None], None]] = {
     "wall": _wall,
     "part": _part,
 }
-KINDS = tuple(_DOES)

@@ -43,7 +43,7 @@ ENDLESS = 20_000
 class Checker:
     """Watches all workers and the journal of one world."""
 
-    def __init__(self, world: World, *, reference: int, buffers: int) -> None:
+    def __init__(self, world: World, *, reference: int) -> None:
         self.world = world
         self.settled_s = 0.0
         """when an exchange was settled last"""
@@ -82,7 +82,7 @@ class Checker:
         """since which round weights are known to differ"""
         self._silent: frozenset[str] = frozenset()
         """who only went along with the last round of a loop, or leaves: it is not judged"""
-        self._reference, self._buffers = reference, buffers
+        self._reference = reference
         self._last: dict[str, tuple[int, int, int]] = {}
         self._states: dict[tuple[int, int], tuple[str, GroupState]] = {}
         self._weights: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}

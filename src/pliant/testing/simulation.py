@@ -136,7 +136,7 @@ class Simulation:
         self.scene = scene
         self.seed = seed
         self.world = world = World(f"{scene.name} {seed}", trace=trace)
-        self.checker = Checker(world, reference=scene.policy.batch, buffers=scene.buffers)
+        self.checker = Checker(world, reference=scene.policy.batch)
         self.network = Network(world, scene.slowest_s)
         self.meetings = Meetings(world, scene.sum_s)
         self.streams = Streams(world, scene.stream_s)
