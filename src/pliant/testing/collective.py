@@ -1,10 +1,10 @@
 """Groups that behave like gloo's.
 
 Question  What can happen to an exchange when a member is slow, stopped, cut off, or gone?
-Holds     Operations of a member run one after another. One that everybody has to take part in begins when all have
-          come to it, and is over at each member in its own time. When a member goes, any of the others may still
-          complete what had begun, fail, or hang for ever. What did not complete leaves garbage in its memory.
-          Members that do different things at the same place of the sequence are a bug of the protocol, and said so.
+Holds     Operations of a member run one after another. A collective begins when all members have posted it, and
+          ends at each member at a time of its own. When a member goes, an operation that had begun may complete, fail
+          or hang for ever at any of the others. One that does not complete leaves garbage in its memory. Members that
+          post different operations at the same position of the sequence are a bug of the protocol, and raise an error.
 Source    Facts about gloo in DESIGN ("measured on this kind of machine").
 """
 
@@ -40,7 +40,7 @@ class _Operation:
 
 
 class VirtualSummation:
-    """One exchange, under way or over."""
+    """One exchange, running or over."""
 
     def __init__(self, process: Process, operations: Sequence[_Operation]) -> None:
         self._process = process
@@ -50,11 +50,11 @@ class VirtualSummation:
         self.seconds = 0.0
 
     def await_more(self) -> None:
-        """It is not over before the last of it is added."""
+        """The exchange is not over before its last part is added."""
         self._more = True
 
     def add(self, operations: Sequence[_Operation], *, last: bool) -> None:
-        """Something more of it is under way."""
+        """Add a part."""
         self._operations += operations
         if last:
             self._more, self._start_s = False, self._process.world.now_s
@@ -69,13 +69,13 @@ class VirtualSummation:
         return False
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it is over, for a limited time."""
+        """Wait until it is over, at most so long."""
         if not self.over:
             self._process.idle(timeout_s)
         return self.over
 
     def tickets(self) -> list[bytes]:
-        """Everybody's tickets; raises what went wrong."""
+        """The tickets of all members; raises the error of the exchange."""
         for operation in self._operations:
             if operation.error is not None:
                 raise RuntimeError(operation.error)
@@ -84,7 +84,7 @@ class VirtualSummation:
 
 
 class Meeting:
-    """The group of one attempt, seen from above."""
+    """The group of one attempt, with all its members."""
 
     def __init__(self, world: World, attempt: int, members: int, slowest_s: float) -> None:
         self.world = world
@@ -97,7 +97,7 @@ class Meeting:
         self._done = [0] * members
         self._left = [False] * members
         self._fails: list[bool | None] = [None] * members
-        """what becomes of a member's operations since somebody has gone: True: they fail, False: they hang"""
+        """per member, after another one has gone: whether its operations fail (True) or hang (False)"""
         self._parted: frozenset[int] = frozenset()
         """two members whose connection broke, while both live"""
 
@@ -115,7 +115,7 @@ class Meeting:
             if unreached:
                 self._fail_later(each, Unconnected("the data ports of other members cannot be reached", unreached))
             elif barred:
-                # It waits for those who have given up: for longer than anybody else does.
+                # It waits for members that have given up already, so it gives up last.
                 self._fail_later(each, Unconnected("the members could not be connected"), 3.0)
             elif any(other.revoked or not other.process.alive for other in self.connecting.values()):
                 self._fail_later(each, Unconnected("a member has gone"))
@@ -123,7 +123,7 @@ class Meeting:
                 self.world.after(self.world.between(0.001, 0.01), lambda each=each: each.succeed(self))
 
     def given_up(self, place: int) -> None:
-        """A member has abandoned the forming, or died in it."""
+        """A member has abandoned the forming, or has died meanwhile."""
         self.depart(place, abruptly=True)
         for each in list(self.connecting.values()):
             if each.place != place and not each.over and self.world.chance(0.7):
@@ -133,7 +133,7 @@ class Meeting:
         self.world.after(self.world.between(least_s, least_s + 1.0), lambda: each.fail(error))
 
     def _barred(self) -> list[tuple[int, int]]:
-        """By their places: who cannot open a connection to whom."""
+        """Pairs of places: the first cannot open a connection to the second."""
         pairs = itertools.permutations(range(self.members), 2)
         return [(who, whom) for who, whom in pairs if self._is_barred(self.processes[who], self.processes[whom])]
 
@@ -161,7 +161,7 @@ class Meeting:
         return operations[done] if done < len(operations) else None
 
     def _advance(self) -> None:
-        """Begin what can begin."""
+        """Begin the operations that can begin."""
         for process in self.processes:
             if process is None or process.paused or process.unreachable:
                 return
@@ -281,7 +281,7 @@ class Meeting:
             self._spoil(other)
 
     def _spoil(self, place: int) -> None:
-        """What has not begun never will: it fails, or hangs."""
+        """An operation that has not begun never begins: it fails, or hangs."""
         operation, process = self._current(place), self.processes[place]
         if operation is None or operation.started or process is None or self._left[place]:
             return
@@ -299,7 +299,7 @@ class Meeting:
             operation.timer = self.world.after(self.world.between(0.001, 0.05), lambda: process.in_background(fail))
 
     def part(self, one: int, other: int) -> None:
-        """The connection between two members breaks, and they see it; of the others who waits for them may not."""
+        """The connection between two members breaks. They see it; others that wait for them may not."""
         self._parted = frozenset((one, other))
         for place in range(self.members):
             if self._fails[place] is None:
@@ -383,7 +383,7 @@ class Meetings:
                 meeting.part(meeting.processes.index(one), meeting.processes.index(other))
 
     def watch(self, process: Process) -> None:
-        """Tell the process's groups what becomes of it."""
+        """Tell the groups of a process when it ends or changes."""
 
         def ended(status: int) -> None:
             for meeting in list(self._meetings.values()):
@@ -434,7 +434,7 @@ class VirtualForming:
         self.look()
 
     def look(self) -> None:
-        """The coordinator has said something: perhaps that all others are there."""
+        """Look whether all others are there: a message of the coordinator has come."""
         if self.over or self._connecting:
             return
         try:
@@ -472,11 +472,11 @@ class VirtualForming:
 
     @property
     def failed(self) -> bool:
-        """Whether it is over without a group."""
+        """Whether it has ended without a group."""
         return self.over and self._group is None and self._error is not None
 
     def result(self) -> Any:
-        """The group, from now on the caller's."""
+        """Hand the group over to the caller; raises the error if there is none."""
         group, self._group = self._group, None
         if group is None:
             raise self._error or RuntimeError("the group was abandoned or taken before")

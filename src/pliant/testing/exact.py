@@ -1,9 +1,9 @@
-"""Exact numbers in the place of tensors.
+"""Exact numbers instead of tensors.
 
-Question  How is a wrong, lost or doubled gradient seen at once, without rounding and without torch's cost?
-Holds     Values are whole numbers modulo a prime: addition, division by a weight and multiplication by a float's exact
-          ratio are exact and take the same time always, so equality is equality. Whatever is wrong with a sum changes
-          it, but for a chance of 2⁻⁶¹. The methods are those of tensors that runtime calls.
+Question  How is a wrong, lost or doubled gradient seen at once, without rounding and without the cost of torch?
+Holds     Values are integers modulo a prime: addition, division by a weight and multiplication by a float (as an exact
+          ratio) have no rounding error and take constant time, so equal values compare equal. An error in a sum goes
+          unnoticed with probability 2⁻⁶¹. The methods are those of tensors that workers call.
 Source    ours.
 """
 
@@ -22,7 +22,7 @@ from pliant.worker.training import Training
 
 PRIME = (1 << 61) - 1
 POISON = 0x5EED5EED5EED5EED % PRIME
-"""what an exchange that did not complete leaves in its memory"""
+"""the value that an incomplete exchange leaves in memory"""
 PARAMETERS = 3
 PARTS = ((0,), (1, 2))
 """of the parameters, as they are summed"""
@@ -34,14 +34,14 @@ members_of = functools.lru_cache(bitmaps.members)
 
 @functools.lru_cache(maxsize=4096)
 def exact(value: float) -> int:
-    """A float as a number of the field: the exact ratio it stands for."""
+    """A float as an element of the field: its exact ratio."""
     numerator, denominator = value.as_integer_ratio()
     return numerator * pow(denominator, -1, PRIME) % PRIME
 
 
 @functools.lru_cache(maxsize=65536)
 def gradient(epoch: int, position: int) -> tuple[int, ...]:
-    """What one sample contributes to each parameter; the last one gets something from every fifth sample only."""
+    """The gradients of one sample, per parameter; the last parameter gets one from every fifth sample only."""
     values = [zlib.crc32(b"%d %d %d" % (epoch, position, index)) + 1 for index in range(PARAMETERS)]
     if position % 5:
         values[-1] = 0
@@ -69,7 +69,7 @@ class Number:
         return self
 
     def is_contiguous(self) -> bool:
-        """Not memory that could be copied at once."""
+        """False: there is no memory that could be copied at once."""
         return False
 
     def cpu(self) -> Number:
@@ -153,11 +153,11 @@ class VirtualBuffer:
         return other
 
     def squared_norm(self) -> float:
-        """Some number that depends on all of it: who sums something else is noticed."""
+        """A number that depends on all gradients, so that a different sum is noticed."""
         return sum(self.scaled_norm(part, 1.0) for part in range(len(self.parts)))
 
     def scaled_norm(self, part: int, factor: float) -> float:
-        """The same of one part."""
+        """The same for one bucket."""
         return 0.5 + sum(self.parts[part].values) % 1009 / 1009.0
 
     def scale(self, factor: float) -> None:
@@ -197,7 +197,7 @@ class VirtualGradients:
         return None if self._filling is None else self._filling.trained
 
     def check(self) -> None:
-        """Nobody else touches them."""
+        """Nothing to check: no other code changes these gradients."""
 
     def lay_out(self, members: bytes) -> None:
         if members and self._filling is not None:
@@ -247,7 +247,7 @@ class VirtualGradients:
             self._filling.clear()
 
     def add(self, epoch: int, positions: Sequence[int], ready: Callable[[int], None] = lambda _: None) -> None:
-        """What ``backward`` does; ``ready`` is told of each part that is complete."""
+        """Stands for ``backward``; ``ready`` is called for each bucket that is complete."""
         filling = self._filling
         assert filling is not None, "a gradient is computed while both buffers are away"
         now = self._look()
@@ -285,7 +285,7 @@ class VirtualBuffers:
         return len(self._own)
 
     def forward(self, positions: Sequence[int]) -> None:
-        """A forward pass changes it."""
+        """Change the value, as a forward pass does."""
         if self._own:
             self._own[0] = (self._own[0] * 7 + sum(positions) + 1) % PRIME
             self._changed = True
@@ -325,7 +325,7 @@ class VirtualBuffers:
         return 8
 
     def held_values(self) -> tuple[int, ...]:
-        """What the model's buffers hold now."""
+        """The present values of the model's buffers."""
         return tuple(self._own)
 
     def is_live(self, index: int) -> bool:
@@ -355,7 +355,7 @@ class VirtualBuffers:
 
 
 class VirtualLookAhead:
-    """``tensors.lookahead.LookAhead``: somewhere else, and exactly back."""
+    """``tensors.lookahead.LookAhead``: to another point, and exactly back."""
 
     def __init__(self, parameters: Sequence[Number]) -> None:
         self._parameters = parameters
@@ -400,7 +400,7 @@ class VirtualWeightsDigest:
         self.parts = len(parameters)
 
     def note_reduction(self) -> None:
-        """Whole numbers have no order of adding."""
+        """Nothing to note: a sum of integers does not depend on the order."""
 
     def whole(self) -> tuple[int, ...]:
         return tuple(self.of(turn) for turn in range(self.parts))
@@ -411,7 +411,7 @@ class VirtualWeightsDigest:
 
 
 class _Model:
-    """What ``worker.script.trained_set`` asks of a module."""
+    """The part of a module that ``worker.script.trained_set`` needs."""
 
     def __init__(self, numbers: Sequence[Number]) -> None:
         self._numbers = numbers
@@ -455,7 +455,7 @@ class _States(dict[Number, dict[str, Any]]):
 
 
 class VirtualScheduler:
-    """Moves the rate and the momentum with every step."""
+    """Changes the rate and the momentum with every step."""
 
     def __init__(self, optimizer: VirtualOptimizer) -> None:
         self._optimizer = optimizer
@@ -474,7 +474,7 @@ class VirtualScheduler:
 
 
 class VirtualTraining(Training):
-    """``worker.training.Training`` over exact numbers: its own code, other tensors."""
+    """``worker.training.Training`` itself, over exact numbers instead of tensors."""
 
     def __init__(self, *, reference: int, buffers: int, start: int, grows: bool = False, nbytes: int = 8) -> None:
         """``grows``: the optimizer gets the last parameter only later, from the script; ``nbytes``: of a parameter."""
@@ -530,7 +530,7 @@ class VirtualTraining(Training):
         super().apply(outcome, summed, present, averaged, measures=measures)
 
     def plain_values(self) -> tuple[int, ...]:
-        """The weights and momenta, wherever the model is now."""
+        """The plain weights and momenta, also while the model is at a look-ahead point."""
         with self.plain():
             weights = tuple(p.value for p in self.parameters)  # type: ignore[attr-defined]
         state = self.optimizer.state

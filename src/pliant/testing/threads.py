@@ -1,9 +1,9 @@
 """Several workers as threads of one process.
 
 Question  How can a test run a group without processes, a launcher or a coordinator?
-Holds     Only the control channel is replaced: the store over which the group is formed is a dictionary, and nobody
-          keeps a journal. Rounds, exchanges over gloo, dealing and updates are the real ones. torch's random
-          generators belong to the process, so models with dropout draw from a mixture here.
+Holds     Only the control channel is replaced: the store over which the group is formed is a dictionary, and there is
+          no journal. Rounds, exchanges over gloo, dealing and updates are the real ones. The threads share the random
+          generators of torch, so the draws of models with dropout are mixed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _attempts = itertools.count(1)
 
 
 class _Channel:
-    """A store in memory; one for all threads."""
+    """A store in memory, shared by all threads."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -50,7 +50,7 @@ class _Channel:
 
 @dataclass
 class WorkerRecord:
-    """What one worker settled, round by round."""
+    """What one worker has settled, round by round."""
 
     outcomes: list[Settled] = field(default_factory=list)
     tickets: list[list[Ticket]] = field(default_factory=list)
@@ -60,7 +60,7 @@ class WorkerRecord:
 
 
 class _Recorder:
-    """A witness that keeps what it sees, and stops its worker when another one has failed."""
+    """A journal in memory; stops its worker when another one has failed."""
 
     def __init__(self, record: WorkerRecord, failed: threading.Event) -> None:
         self._record = record
