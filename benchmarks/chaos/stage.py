@@ -31,6 +31,7 @@ from benchmarks.processes import ROOT
 from benchmarks.recovery.stamps import is_alive
 from benchmarks.waiting import wait_for
 from pliant.coordinator.status import Status
+from pliant.core.journal.records import JOURNAL
 from pliant.launch import requests, run_directory
 
 MARK = "PLIANT_CHAOS_MARK"
@@ -131,7 +132,7 @@ class Stage:
 
     @property
     def journal(self) -> Path:
-        return self.run / run_directory.JOURNAL
+        return self.run / JOURNAL
 
     @property
     def owner(self) -> subprocess.Popen[bytes]:

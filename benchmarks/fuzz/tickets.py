@@ -10,7 +10,7 @@ from random import Random
 
 from benchmarks.fuzz.mutation import bent
 from benchmarks.fuzz.surface import Volley
-from pliant.core.tickets import Flag, Kind, Ticket, pack, packed_size, unpack
+from pliant.core.tickets import Flag, Kind, Ticket, pack, unpack
 
 BITS = 21
 _TICKETS = [
@@ -18,6 +18,8 @@ _TICKETS = [
     pack(Ticket(9, 0, 1, Kind.EVALUATE, Flag.OPENING | Flag.READY, digest=2**64 - 1), 0, BITS),
     pack(Ticket(2**62, 2**40, 2, Kind.DRAIN, Flag.LEAVING, loss_sum=float("inf"), momentum=0.9), 2**BITS - 1, BITS),
 ]
+_BYTES = len(_TICKETS[0])
+_HEAD_BYTES = _BYTES - (BITS + 7) // 8
 
 
 class TicketSurface:
@@ -28,17 +30,17 @@ class TicketSurface:
     def fire(self, chance: Random) -> Volley:
         """A few tickets, mostly of the right length."""
         volley = Volley()
-        size = packed_size(BITS)
         for _ in range(32):
             data = bent(chance, chance.choice(_TICKETS), _TICKETS)
             if chance.random() < 0.9:
-                data = data[:size].ljust(size, b"\x00")
+                data = data[:_BYTES].ljust(_BYTES, b"\x00")
             try:
                 ticket, bitmap = unpack(data)
             except ValueError:
                 volley.count(accepted=False)
                 continue
-            again = pack(ticket, bitmap, 8 * (len(data) - packed_size(0, len(ticket.trained + ticket.wanted))))
+            sets = len(ticket.trained + ticket.wanted)
+            again = pack(ticket, bitmap, 8 * (len(data) - _HEAD_BYTES - sets))
             if again != data:
                 raise AssertionError(f"{data.hex()} is read as {ticket}")
             volley.count(accepted=True)

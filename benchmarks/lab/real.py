@@ -151,7 +151,7 @@ def _disturbed(directory: Path, ended: Callable[[], bool], chance: random.Random
     while not ended():
         if time.monotonic() > until_s:
             raise ValueError(f"did not end within {END_S:.0f} s")
-        progress = Progress.of(directory / RUN / run_directory.JOURNAL)
+        progress = Progress.of(directory / RUN / journal.JOURNAL)
         if deeds and progress.workers == deeds[0][1] and progress.samples >= deeds[0][0] * SAMPLES:
             try:
                 deeds.pop(0)[2]()
@@ -173,7 +173,7 @@ def real(seed: int, available: int) -> tuple[Outcome, History]:
             files = list(directory.glob("reached-*.json"))
             if process.returncode or not files:
                 raise ValueError(reason(directory, f"ended with status {process.returncode}"))
-        history = read(directory / RUN / run_directory.JOURNAL, seed, available)
+        history = read(directory / RUN / journal.JOURNAL, seed, available)
         reached = msgspec.json.decode(files[0].read_bytes(), type=_Reached)
     return Outcome(seed, reached.accuracy, reached.loss, (), sum(map(sum, history.rounds))), history
 

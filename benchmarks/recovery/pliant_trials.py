@@ -93,7 +93,7 @@ def audited(
             yield opened
             (running.directory / "stop").touch()
             _await_end(running)
-            book = read_book(running.directory / RUN / run_directory.JOURNAL)
+            book = read_book(running.directory / RUN / journal.JOURNAL)
         except Trouble:
             for trial in opened.later:
                 done(trial(None))

@@ -232,9 +232,8 @@ HOLDS = 60
 def reading(monkeypatch: pytest.MonkeyPatch) -> Reading:
     """Who waits has little patience."""
     monkeypatch.setattr(service, "HOLD_EVERY_S", 0.1)
-    for module, names in ((client, ("GIVE_UP_S", "CONNECT_S")), (opening, ("CONNECT_S",))):
-        for name in names:
-            monkeypatch.setattr(module, name, PATIENCE_S)
+    for module, name in ((client, "GIVE_UP_S"), (opening, "CONNECT_S")):
+        monkeypatch.setattr(module, name, PATIENCE_S)
     return Reading(monkeypatch)
 
 
@@ -271,19 +270,29 @@ def enlisted(coordinators: Coordinators, name: str, held: Callable[[], None] = l
     return link
 
 
+def waited(link: Link, ask: Callable[[], Answer | None]) -> Answer:
+    """What ``ask`` answers in the end, asked again after every message."""
+    mailbox = link.mailbox
+    with mailbox.changed:
+        assert mailbox.changed.wait_for(lambda: ask() is not None or mailbox.trouble, LIMIT_S)
+    link.check()
+    answer = ask()
+    assert answer is not None
+    return answer
+
+
 def trained(coordinators: Coordinators) -> Link:
     """A worker in its first era, whose coordinator is lost then."""
     coordinators.start(resume=False)
     agent = enlisted(coordinators, "")
     link = Link.connect(coordinators.address, TOKEN, "w0", "0")
     link.ready(m.Signature("0", [("weight", [2], "float32")], {"batch": "8"}), "127.0.0.1:1", None)
-    start = link.mailbox.wait_for(lambda: link.mailbox.start, LIMIT_S)
-    assert start is not None
+    start = waited(link, lambda: link.mailbox.start)
     link.position = Position(era=start.era, active=True, waiting=True)
     link.entered(start.era, 0)
     link.keep([journal.encode(journal.EraRecord(start.era, start.roster))], 0)
     link.send_lines_again()
-    assert link.mailbox.wait_for(lambda: link.mailbox.written or None, LIMIT_S) == 1
+    assert waited(link, lambda: link.mailbox.written or None) == 1
     coordinators.run(agent.close())
     coordinators.ended(cancel=True)
     return link
@@ -331,7 +340,7 @@ def test_a_coordinator_lost_while_it_reads_is_waited_for_anew(coordinators: Coor
     reading.fails = False
     coordinators.start(resume=True)
     agent = enlisted(coordinators, "a0")
-    assert link.mailbox.wait_for(lambda: link.mailbox.term if link.mailbox.term > 1 else None, LIMIT_S)
+    assert waited(link, lambda: link.mailbox.term if link.mailbox.term > 1 else None)
     link.close()
     coordinators.run(agent.close())
 

@@ -192,7 +192,7 @@ def test_no_role_is_the_beginning_of_another() -> None:
     source = Path(auth.__file__).parent
     text = "".join((source / name).read_text() for name in ("auth.py", "tensors/framing.py", "control/connect.py"))
     text += (source / "control" / "agent_link.py").read_text() + (source / "control" / "app.py").read_text()
-    roles = set(re.findall(r'(?:proof|answer|confirmed|confirmation)\([^)]*?\bb"(\w+)"', text))
+    roles = set(re.findall(r'(?:proof|answer|confirmed|confirmation|Caller)\([^)]*?\bb"(\w+)"', text))
     assert {"worker", "agent", "coordinator", "newcomer", "donor", "request", "reply", "metrics"} <= roles
     for one in roles:
         assert not any(other != one and other.startswith(one) for other in roles), one

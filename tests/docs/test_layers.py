@@ -17,7 +17,9 @@ USER_SIDE = {"run", "facts", "micro_batches", "loop_exit", "data", "rates", "set
 ALLOWED = {
     **{layer: set[str]() for layer in BOTTOM},
     "environment": BOTTOM,
-    **dict.fromkeys(SIBLINGS, BOTTOM),
+    "forking": BOTTOM,
+    "core": BOTTOM,
+    **dict.fromkeys(SIBLINGS - {"core"}, BOTTOM | {"forking"}),
     "worker": BOTTOM | SIBLINGS | {"environment"},
     # It stands in for the workers.
     "replay": BOTTOM | SIBLINGS | {"worker"},

@@ -35,6 +35,15 @@ job = current_job()
 def connected():
     return Link.connect(job.address, job.token, job.worker, version("pliant"))
 
+def wait_for(box, ask, timeout_s):
+    until_s = time.monotonic() + timeout_s
+    with box.changed:
+        while (answer := ask()) is None:
+            box.check()
+            if not box.changed.wait(until_s - time.monotonic()):
+                return None
+        return answer
+
 def joined(shape=(10, 64), **settings):
     link = connected()
     link.ready(Signature("1", [("fc.weight", list(shape), "float32")], settings), link.local_address + ":1", None)
@@ -56,7 +65,7 @@ def enter(link, era):
 def trained(link):
     box = link.mailbox
     try:
-        return enter(link, box.wait_for(lambda: box.start or box.plan, 30))
+        return enter(link, wait_for(box, lambda: box.start or box.plan, 30))
     except RunEnded as error:
         quietly(error, link)
 
@@ -73,7 +82,7 @@ def wait_for_the_end(link):
         return "stop" if box.broken_era > stopped[0] else None
     try:
         while True:
-            what = box.wait_for(news, 60)
+            what = wait_for(box, news, 60)
             if what is None:
                 sys.exit("nothing happened")
             if what == "leave":

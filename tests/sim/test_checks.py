@@ -23,7 +23,7 @@ class Rounds:
     """A group of three whose weights are what the test says."""
 
     def __init__(self) -> None:
-        self.checker = Checker(World(0), reference=1, buffers=0)
+        self.checker = Checker(World(0), reference=1)
         self.group: GroupState = founded(Policy(2, watched=1), 1, ROSTER)
 
     def pass_by(self, rounds: int, weights: tuple[int, ...], silent: frozenset[int] = frozenset()) -> None:

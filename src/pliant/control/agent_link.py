@@ -11,22 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import socket
 import ssl
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.client import connect as open_websocket
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMessage, InvalidStatus
 
-from pliant import auth
 from pliant.control import tls
-from pliant.control.handshake import INCOMING_BYTES, WRONG_TOKEN, Endpoint
-from pliant.control.messages import Enlist, Enlisted, FromAgent, Hold, Over, Refuse, ToAgent, decode_to_agent, encode
+from pliant.control.handshake import FAILURES, INCOMING_BYTES, Caller, Conversation, Endpoint, enlist, prove
+from pliant.control.messages import Enlist, Enlisted, FromAgent, Over, ToAgent, decode_to_agent, encode
 from pliant.errors import Refused, RunEnded
+
+Outcome = TypeVar("Outcome")
 
 CLOSE_S = 1.0
 """A coordinator that lives takes part in closing within milliseconds; one that does not is not waited for."""
@@ -34,6 +34,9 @@ CLOSE_S = 1.0
 
 class Unreachable(RunEnded):
     """No server listens at the address, or not any more: another try may succeed."""
+
+
+LAUNCHER = Caller(b"agent", " (--token-file)", "enlisting", Unreachable)
 
 
 class AgentLink:
@@ -49,7 +52,7 @@ class AgentLink:
         cls,
         address: str,
         token: str,
-        enlist: Enlist,
+        request: Enlist,
         timeout_s: float,
         context: ssl.SSLContext | None = None,
         *,
@@ -64,10 +67,12 @@ class AgentLink:
             limit.reschedule(_now_s() + timeout_s)
             held()
 
+        door = Endpoint(address, token, context)
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                connection = await _opened(Endpoint(address, token, context))
-                return await _enlisted(connection, address, enlist, wait_on)
+                connection = await _dial(door)
+                answer = await _converse(connection, door, enlist(request, wait_on))
+                return cls(connection), answer
         except TimeoutError as error:
             raise Unreachable(f"the coordinator at {address} did not answer within {timeout_s:g} s") from error
 
@@ -101,37 +106,29 @@ def _now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def _enlisted(
-    connection: ClientConnection, address: str, enlist: Enlist, held: Callable[[], None]
-) -> tuple[AgentLink, Enlisted | Over]:
+async def _converse(connection: ClientConnection, door: Endpoint, conversation: Conversation[Outcome]) -> Outcome:
+    """Send and receive a launcher's first frames; if that fails, the connection is cut."""
     try:
-        await connection.send(encode(enlist))
+        frame = next(conversation)
         while True:
-            match decode_to_agent(await connection.recv(decode=False)):
-                case Enlisted() | Over() as answer:
-                    return AgentLink(connection), answer
-                case Refuse(reason=reason):
-                    raise Refused(reason)
-                case Hold():
-                    held()
-                case _:
-                    # A last status comes before the end of a run that is over.
-                    pass
-    except (ConnectionClosed, OSError, EOFError) as error:
-        raise Unreachable(f"lost the coordinator at {address} while enlisting") from error
-    except msgspec.DecodeError as error:
+            if frame is not None:
+                await connection.send(frame)
+            frame = conversation.send(await connection.recv(decode=False))
+    except StopIteration as end:
+        return end.value
+    except FAILURES as error:
         connection.transport.abort()
-        raise _stranger(address) from error
+        raise LAUNCHER.failure(door, error) from error
     except BaseException:
         # Refused, or out of patience; nobody is left to close it in good order.
         connection.transport.abort()
         raise
 
 
-async def _opened(door: Endpoint) -> ClientConnection:
-    """A connection on which both ends have proven that they know the token."""
+async def _dial(door: Endpoint) -> ClientConnection:
+    """Open a connection on which both ends have proven that they know the token."""
     address = door.address
-    stream = await _reached(address)
+    stream = await _reached(door)
     # With None for a plain address it would complain.
     secure: dict[str, Any] = {} if door.context is None else {"ssl": door.context}
     try:
@@ -149,46 +146,21 @@ async def _opened(door: Endpoint) -> ClientConnection:
         why = tls.explained(error, address)
         raise why if isinstance(why, Refused) else Unreachable(str(why)) from None
     except InvalidStatus as error:
-        raise _stranger(address) from error
+        raise door.stranger() from error
     except (InvalidMessage, ConnectionClosed, OSError, EOFError) as error:
         if door.context is None and await asyncio.to_thread(tls.speaks_tls, *door.place, CLOSE_S):
             raise tls.wants_tls(address) from None
         # It closed in the middle of the handshake: it has just died, or speaks something else.
         raise Unreachable(f"what listens at {address} closed the connection; is it a Pliant coordinator?") from error
     except InvalidHandshake as error:
-        raise _stranger(address) from error
-    try:
-        await _prove(connection, door)
-    except BaseException:
-        connection.transport.abort()
-        raise
+        raise door.stranger() from error
+    await _converse(connection, door, prove(door, LAUNCHER.role))
     return connection
 
 
-async def _prove(connection: ClientConnection, door: Endpoint) -> None:
-    """The first frames: prove that one knows the token, and that the coordinator does."""
-    mine = secrets.token_bytes(auth.NONCE_BYTES)
-    try:
-        theirs = auth.challenged(await connection.recv(decode=False))
-        if theirs is None:
-            raise _stranger(door.address)
-        await connection.send(auth.answer(door.token, b"agent", theirs, mine))
-        shown = await connection.recv(decode=False)
-    except ConnectionClosed as error:
-        if error.rcvd is not None and error.rcvd.code == WRONG_TOKEN:
-            raise Refused(
-                f"the coordinator at {door.address} refused the job token; "
-                "use the one in the file `token` of its run directory (--token-file)"
-            ) from None
-        raise Unreachable(f"lost the coordinator at {door.address} while enlisting") from error
-    except (OSError, EOFError) as error:
-        raise Unreachable(f"lost the coordinator at {door.address} while enlisting") from error
-    if not auth.is_confirmed(shown, door.token, b"agent", theirs, mine):
-        raise door.impostor()
-
-
-async def _reached(address: str) -> socket.socket:
+async def _reached(door: Endpoint) -> socket.socket:
     """An own socket, so that no proxy of the environment comes between."""
+    address = door.address
     host, _, port = address.rpartition(":")
     try:
         if not host or not 0 < int(port) < 1 << 16:
@@ -213,10 +185,4 @@ async def _reached(address: str) -> socket.socket:
         except BaseException:
             stream.close()
             raise
-    raise Unreachable(
-        f"nobody listens at {address}: the run has ended, or its address is wrong; start one with `pliant run`"
-    ) from trouble
-
-
-def _stranger(address: str) -> RunEnded:
-    return RunEnded(f"what answers at {address} is no Pliant coordinator of this version")
+    raise Unreachable(door.silence()) from trouble

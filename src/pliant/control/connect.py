@@ -8,19 +8,22 @@ Source    ours; docs/design/0011-trust.md.
 
 from __future__ import annotations
 
-import secrets
 import socket
 import ssl
-from typing import Any
+from typing import Any, Literal, Protocol, TypeVar
 
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.sync.client import ClientConnection
 from websockets.sync.client import connect as open_websocket
 
-from pliant import auth
+from pliant import forking
 from pliant.control import tls
-from pliant.control.handshake import INCOMING_BYTES, WRONG_TOKEN, Endpoint
-from pliant.errors import Refused, RunEnded
+from pliant.control.handshake import FAILURES, INCOMING_BYTES, Caller, Conversation, Endpoint, prove
+from pliant.errors import RunEnded
+
+Outcome = TypeVar("Outcome")
+
+WORKER = Caller(b"worker", ", or let `pliant run` start the workers", "joining: the run has ended", RunEnded)
 
 CONNECT_S = 10.0
 """A coordinator answers within milliseconds; one that starts next to n importing workers within seconds."""
@@ -29,8 +32,34 @@ FAREWELL_S = 2.0
 """How long a worker waits at its end for the coordinator to take the last messages."""
 
 
-def opened(door: Endpoint) -> ClientConnection:
-    """A connection on which both ends have proven that they know the token."""
+class FrameConnection(Protocol):
+    """One end of a connection that carries whole frames, in order (the WebSocket library's, or a virtual one)."""
+
+    def send(self, message: bytes, /) -> None: ...
+
+    def recv(self, timeout: float | None = None, *, decode: Literal[False]) -> bytes:
+        """The next frame. Raises ``TimeoutError``, or ``ConnectionClosed`` after the last one."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def converse(connection: FrameConnection, door: Endpoint, conversation: Conversation[Outcome]) -> Outcome:
+    """Send and receive a worker's first frames; each must come within ``CONNECT_S``."""
+    try:
+        frame = next(conversation)
+        while True:
+            if frame is not None:
+                connection.send(frame)
+            frame = conversation.send(connection.recv(timeout=CONNECT_S, decode=False))
+    except StopIteration as end:
+        return end.value
+    except FAILURES as error:
+        raise WORKER.failure(door, error) from error
+
+
+def dial(door: Endpoint) -> ClientConnection:
+    """Open a connection on which both ends have proven that they know the token."""
     stream = _reached(door)
     try:
         connection = open_websocket(
@@ -50,7 +79,7 @@ def opened(door: Endpoint) -> ClientConnection:
     # Newer websockets insist on this; the link closes the connection itself.
     connection = connection.__enter__()
     try:
-        _prove(connection, door)
+        converse(connection, door, prove(door, WORKER.role))
     except BaseException:
         connection.close()
         raise
@@ -61,9 +90,9 @@ def _reached(door: Endpoint) -> Any:
     try:
         stream = socket.create_connection(door.place, timeout=CONNECT_S)
     except (OSError, ValueError, OverflowError) as error:
-        raise RunEnded(
-            f"nobody listens at {door.address}: the run has ended, or its address is wrong; start one with `pliant run`"
-        ) from error
+        raise RunEnded(door.silence()) from error
+    # A forked loader that kept a copy would hide its parent's death for seconds.
+    forking.close_in_children(stream)
     if door.context is None:
         stream.settimeout(None)
         return stream
@@ -75,29 +104,6 @@ def _reached(door: Endpoint) -> Any:
         raise tls.explained(error, door.address) from None
     except OSError as error:
         secured.close()
-        raise RunEnded(f"lost the coordinator at {door.address} while joining: the run has ended") from error
+        raise WORKER.failure(door, error) from error
     secured.settimeout(None)
     return secured
-
-
-def _prove(connection: ClientConnection, door: Endpoint) -> None:
-    """The first frames: prove that one knows the token, and that the coordinator does."""
-    stranger = RunEnded(f"what answers at {door.address} is no Pliant coordinator of this version")
-    mine = secrets.token_bytes(auth.NONCE_BYTES)
-    try:
-        theirs = auth.challenged(connection.recv(timeout=CONNECT_S, decode=False))
-        if theirs is None:
-            raise stranger
-        connection.send(auth.answer(door.token, b"worker", theirs, mine))
-        shown = connection.recv(timeout=CONNECT_S, decode=False)
-    except ConnectionClosed as error:
-        if error.rcvd is not None and error.rcvd.code == WRONG_TOKEN:
-            raise Refused(
-                f"the coordinator at {door.address} refused the job token; "
-                "use the one in the file `token` of its run directory, or let `pliant run` start the workers"
-            ) from None
-        raise RunEnded(f"lost the coordinator at {door.address} while joining: the run has ended") from error
-    except (TimeoutError, OSError) as error:
-        raise RunEnded(f"lost the coordinator at {door.address} while joining: the run has ended") from error
-    if not auth.is_confirmed(shown, door.token, b"worker", theirs, mine):
-        raise door.impostor()

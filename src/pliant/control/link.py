@@ -3,9 +3,10 @@
 Question  How does a worker talk to the coordinator without ever waiting for it while it computes?
 Holds     Nothing that the main loop calls between micro-batches blocks. What is queued is sent in order. A lost
           connection is opened again behind the scenes, under the same name, and what the coordinator must know is said
-          again; journal lines are kept until it has them on disk. A forked child holds no copy of the connection.
-          Nothing is said to anybody who does not know the job's token, which is never sent.
-Source    ours; docs/protocol.md. DESIGN, facts measured: stores, pings and forked loaders.
+          again; journal lines are kept until it has them on disk. Nothing is said to anybody who does not know the
+          job's token, which is never sent. No threads and no waiting here: a driver takes the steps, ``LinkThreads`` in
+          production, events of a virtual process in the simulator.
+Source    ours; docs/protocol.md. DESIGN, facts measured: stores and pings.
 """
 
 from __future__ import annotations
@@ -13,21 +14,18 @@ from __future__ import annotations
 import contextlib
 import os
 import ssl
-import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 from websockets.exceptions import ConnectionClosed, ConnectionClosedOK
-from websockets.sync.client import ClientConnection
 
-from pliant.control import connect as opening
-from pliant.control.connect import CONNECT_S, FAREWELL_S
-from pliant.control.handshake import Endpoint
+from pliant.control.connect import FAREWELL_S, FrameConnection, converse, dial
+from pliant.control.handshake import Conversation, Endpoint, greet
 from pliant.control.line_buffer import LineBuffer
+from pliant.control.link_threads import LinkDriver, LinkThreads
 from pliant.control.mailbox import Mailbox
 from pliant.control.messages import (
     Again,
@@ -36,9 +34,9 @@ from pliant.control.messages import (
     Entered,
     Failed,
     Finished,
+    FromCoordinator,
     FromWorker,
     Hello,
-    Hold,
     Leaving,
     Plan,
     Put,
@@ -53,14 +51,11 @@ from pliant.control.messages import (
     decode_from_coordinator,
     encode,
 )
-from pliant.errors import PliantError, Refused, RunEnded
+from pliant.errors import Refused
 from pliant.errors import Stopped as RunStopped
 
 GIVE_UP_S = 60.0
 """How long a coordinator may be away: its launcher starts it again within a second. One that says ``hold`` is there."""
-
-AGAIN_S = 0.1
-"""Between two attempts to reach it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +81,32 @@ class Position:
 class Link:
     """One worker's line to the coordinator. Made by ``connect``; not for use in forked children."""
 
-    def __init__(self, connection: ClientConnection, door: Endpoint, slot: str, version: str) -> None:
+    def __init__(
+        self,
+        connection: FrameConnection,
+        door: Endpoint,
+        slot: str,
+        version: str,
+        driver: LinkDriver,
+        *,
+        local_address: str,
+        pid: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.connection = connection
-        self._door, self._address, self._slot, self._version = door, door.address, slot, version
+        self.local_address = local_address
+        self._door, self._driver, self._clock = door, driver, clock
+        self._newcomer = Hello(slot=slot, pid=pid, version=version)
+        self._beaten_s = clock()
+        """when the last sign of life was due"""
         self._held_s = float("-inf")
         """when a coordinator that still reads the journal was heard last"""
-        self.local_address: str = connection.socket.getsockname()[0]
         self.position = Position()
-        self.mailbox = Mailbox(self._greet(connection, Hello(slot=slot, pid=os.getpid(), version=version)))
-        self._pledges: dict[str, FromWorker] = {}
+        self.mailbox = Mailbox(_welcome(converse(connection, door, greet(self._newcomer, door, self._note_hold))))
+        self._pledges: dict[type[FromWorker], FromWorker] = {}
         """what a coordinator that has not heard it yet must be told"""
+        self._offer: Ready | None = None
+        """what it has become a member with"""
         self._puts: list[Put] = []
         """keys of the last group that was formed, or is being formed: some may have been lost with a connection"""
         self._lines = LineBuffer(self.mailbox)
@@ -103,14 +114,14 @@ class Link:
         self._asked = False
         """for lines, whoever usually sends them"""
         self._outbox: deque[FromWorker] = deque()
-        self._waiting = threading.Event()
-        self._leaving = self._until_heard = self._closed = False
-        self._beat_every_s = self.mailbox.welcome.dead_after_s / 10
-        _close_in_children(self)
-        self._receiver = threading.Thread(target=self._receive, name="pliant-link-in", daemon=True)
-        self._sender = threading.Thread(target=self._send, name="pliant-link-out", daemon=True)
-        self._receiver.start()
-        self._sender.start()
+        self._unsent: list[FromWorker] = []
+        """taken from there, and not sent yet"""
+        self._leaving = self._until_heard = self.closed = False
+        self._dismissed = False
+        """the coordinator has closed the last connection in good order"""
+        self._search_until_s = 0.0
+        self.beat_every_s = self.mailbox.welcome.dead_after_s / 10
+        driver.drive(self)
 
     @classmethod
     def connect(cls, address: str, token: str, slot: str, version: str, context: ssl.SSLContext | None = None) -> Link:
@@ -119,9 +130,11 @@ class Link:
         With a ``context`` under TLS.
         """
         door = Endpoint(address, token, context)
-        connection = opening.opened(door)
+        connection = dial(door)
+        local_address: str = connection.socket.getsockname()[0]
         try:
-            return cls(connection, door, slot, version)
+            driver = LinkThreads(door)
+            return cls(connection, door, slot, version, driver, local_address=local_address, pid=os.getpid())
         except BaseException:
             connection.close()
             raise
@@ -131,34 +144,12 @@ class Link:
         """The name that the coordinator has given."""
         return self.mailbox.worker
 
-    def _greet(self, connection: ClientConnection, hello: Hello) -> Welcome:
-        try:
-            connection.send(encode(hello))
-            answer = Hold()
-            while isinstance(answer, Hold):
-                answer = decode_from_coordinator(connection.recv(timeout=CONNECT_S, decode=False))
-                if isinstance(answer, Hold):
-                    self._held_s = time.monotonic()
-        except (ConnectionClosed, TimeoutError, msgspec.DecodeError, OSError) as error:
-            raise RunEnded(f"lost the coordinator at {self._address} while joining: the run has ended") from error
-        match answer:
-            case Welcome():
-                return answer
-            case Refuse(reason=reason, again=True):
-                raise _Evicted(reason)
-            case Refuse(reason=reason):
-                raise Refused(reason)
-            case Stop(reason=reason, completed=completed):
-                raise RunStopped(reason, completed=completed)
-            case _:
-                raise RunEnded(f"what answers at {self._address} is no Pliant coordinator of this version")
-
     # -- what the main loop says
 
     def ready(self, signature: Signature, address: str, call: Call | None) -> None:
         """Ask to become a member, with this model and these settings."""
         with contextlib.suppress(KeyError, ValueError):
-            self._beat_every_s = float(signature.settings["dead_after"]) / 10
+            self.beat_every_s = float(signature.settings["dead_after"]) / 10
         self._pledge(Ready(signature=signature, address=address, call=call))
 
     def plan(self, epochs: int | None, samples: int | None) -> None:
@@ -183,17 +174,15 @@ class Link:
 
     def entered(self, era: int, exchange: int) -> None:
         """Say that this worker is in ``era`` now."""
-        self._pledges.pop("Stopped", None)
-        self._pledges.pop("Unformed", None)
-        ready = self._pledges.pop("Ready", None)
+        self._pledges.pop(Stopped, None)
+        self._pledges.pop(Unformed, None)
+        ready = self._pledges.pop(Ready, None)
         if isinstance(ready, Ready):
             self._offer = ready
         self._queue(Entered(era=era, exchange=exchange))
 
-    _offer: Ready | None = None
-
     def _pledge(self, message: FromWorker) -> None:
-        self._pledges[type(message).__name__] = message
+        self._pledges[type(message)] = message
         self._queue(message)
 
     def put(self, attempt: int, key: str, value: bytes) -> None:
@@ -213,7 +202,7 @@ class Link:
 
     def tell_position(self) -> None:
         """Do not wait for the next sign of life: the main loop is about to be away."""
-        self._queue(beat_of(self.position, time.monotonic()))
+        self._queue(beat_of(self.position, self._clock()))
 
     def check(self) -> None:
         """Raise if the run is over for this worker."""
@@ -222,7 +211,7 @@ class Link:
     def keep(self, lines: Iterable[bytes], first: int) -> None:
         """Keep journal lines, numbered from ``first``, until they are on disk; the leader's are sent."""
         self._lines.keep(lines, first)
-        self._waiting.set()
+        self._driver.wake()
 
     def keep_earlier(self, lines: Sequence[bytes], first: int) -> None:
         """Keep lines that come right before this worker's own."""
@@ -232,7 +221,7 @@ class Link:
         """Begin once more with what is not on disk: an era has started, and somebody else may have sent before."""
         self._lines.begin_again(self.mailbox.written)
         self.sends_lines = True
-        self._waiting.set()
+        self._driver.wake()
 
     def unwritten(self) -> list[bytes]:
         """The lines that may not be on disk yet."""
@@ -249,87 +238,100 @@ class Link:
 
     def fail(self, reason: str, *, shown: bool, fatal: bool = False, own: bool = False) -> None:
         """Send what is queued, say why this worker cannot go on, and close."""
-        self._leave(Failed(reason=reason, shown=shown, fatal=fatal, own=own))
+        self._leave(Failed(reason=reason, shown=shown, fatal=fatal, own=own), FAREWELL_S)
 
     def close(self) -> None:
         """Close without a word: this name is gone."""
-        self._leaving = self._closed = True
-        self._waiting.set()
+        self._leaving = self.closed = True
+        self._driver.stop()
         self.connection.close()
 
-    def _leave(self, last: FromWorker, patience_s: float = FAREWELL_S) -> None:
+    def _leave(self, last: FromWorker, patience_s: float) -> None:
         self._leaving = True
         self._pledge(last)
         # The coordinator closes the connection when it has read everything.
-        until_s = time.monotonic() + patience_s
-        while self._receiver.is_alive() and time.monotonic() < until_s:
-            self._receiver.join(until_s - time.monotonic())
+        until_s = self._clock() + patience_s
+        while (left_s := until_s - self._clock()) > 0 and not self._driver.rest(left_s):
             if self._until_heard:
                 until_s = self._given_up_s(until_s)
-        self._closed = True
-        self._waiting.set()
-        self.connection.close()
-        self._sender.join(FAREWELL_S)
-        self._receiver.join(FAREWELL_S)
+        self.close()
+        self._driver.join()
 
     def _queue(self, entry: FromWorker) -> None:
         self._outbox.append(entry)
-        self._waiting.set()
+        self._driver.wake()
 
-    # -- the threads
+    # -- the steps of sending
 
-    def _receive(self) -> None:
-        while not self._closed:
-            try:
-                message = decode_from_coordinator(self.connection.recv(decode=False))
-                self.mailbox.take(message)
-                if isinstance(message, Again):
-                    self._lines.begin_again(message.first)
-                    self._asked = True
-                    self._waiting.set()
-            except (ConnectionClosed, OSError, EOFError, msgspec.DecodeError, TypeError) as error:
-                if self._is_over(heard=isinstance(error, ConnectionClosedOK)) or not self._reconnected():
-                    return
+    def flush_by_s(self, now_s: float) -> float:
+        """When ``flush_once`` is due even if nothing is queued: a sign of life has to be sent, as long as it stays."""
+        return (now_s if self._leaving else self._beaten_s) + self.beat_every_s
 
-    def _is_over(self, *, heard: bool) -> bool:
-        """Whether a closed connection is the last one; ``heard``: the coordinator has closed it in good order."""
-        if self._closed or self.mailbox.trouble or self.mailbox.evicted:
+    def flush_once(self, now_s: float) -> bool:
+        """Send the journal lines and messages that wait, and a sign of life if it is time; False if that failed."""
+        self._unsent += [self._outbox.popleft() for _ in range(len(self._outbox))]
+        if now_s >= self.flush_by_s(now_s):
+            self._beaten_s = now_s
+            self._unsent.append(beat_of(self.position, now_s))
+        try:
+            asked, self._asked = self._asked, False
+            for frame in self._lines.unsent(sends=self.sends_lines or asked):
+                self.connection.send(encode(frame))
+                self._lines.sent(frame)
+            while self._unsent:
+                self.connection.send(encode(self._unsent[0]))
+                self._unsent.pop(0)
+        except (ConnectionClosed, OSError):
+            self._unsent = [entry for entry in self._unsent if not isinstance(entry, Beat)]
+            return False
+        return True
+
+    # -- the steps of receiving
+
+    def receive_once(self) -> bool:
+        """Take the next message; False if the connection is closed."""
+        try:
+            self._take(decode_from_coordinator(self.connection.recv(decode=False)))
+        except (ConnectionClosed, OSError, EOFError, msgspec.DecodeError, TypeError) as error:
+            self._dismissed = isinstance(error, ConnectionClosedOK)
+            self._search_until_s = self._clock() + GIVE_UP_S
+            return False
+        return True
+
+    def _take(self, message: FromCoordinator) -> None:
+        self.mailbox.take(message)
+        if isinstance(message, Again):
+            self._lines.begin_again(message.first)
+            self._asked = True
+            self._driver.wake()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the connection that was closed is the last one."""
+        if self.closed or self.mailbox.trouble or self.mailbox.evicted:
             return True
-        return self._leaving and (heard or not self._until_heard)
+        return self._leaving and (self._dismissed or not self._until_heard)
+
+    def searches(self) -> bool:
+        """Whether to try once more to find the coordinator; if not, the run is over here."""
+        if not self.closed and self._clock() < self._given_up_s(self._search_until_s):
+            return True
+        self.mailbox.lose(f"lost the coordinator at {self._door.address}")
+        return False
 
     def _given_up_s(self, until_s: float) -> float:
         """Until when the coordinator is waited for: one that still read the journal was there when it was heard."""
         return max(until_s, self._held_s + GIVE_UP_S)
 
-    def _reconnected(self) -> bool:
-        """Find the coordinator again, under the same name."""
-        until_s = time.monotonic() + GIVE_UP_S
-        while not self._closed and time.monotonic() < self._given_up_s(until_s):
-            try:
-                self._resume(opening.opened(self._door))
-            except _Evicted as error:
-                self.mailbox.take(Refuse(reason=str(error), again=True))
-                return False
-            except RunStopped as error:
-                self.mailbox.take(Stop(reason=str(error), completed=error.completed))
-                return False
-            except Refused as error:
-                self.mailbox.take(Refuse(reason=str(error)))
-                return False
-            except RunEnded:
-                time.sleep(AGAIN_S)
-            else:
-                return True
-        self.mailbox.lose(f"lost the coordinator at {self._address}")
-        return False
+    def _note_hold(self) -> None:
+        self._held_s = self._clock()
 
-    def _resume(self, connection: ClientConnection) -> None:
-        at, offer = self.position, self._pledges.get("Ready") or self._offer
+    def greet_again(self) -> Conversation[Welcome | Refuse | Stop]:
+        """The first frames of another connection, under the same name."""
+        at, offer = self.position, self._pledges.get(Ready) or self._offer
         known = isinstance(offer, Ready)
-        hello = Hello(
-            slot=self._slot,
-            pid=os.getpid(),
-            version=self._version,
+        hello = msgspec.structs.replace(
+            self._newcomer,
             worker=self.worker,
             era=at.era,
             exchange=at.exchange,
@@ -337,43 +339,29 @@ class Link:
             signature=offer.signature if known else None,
             address=offer.address if known else "",
         )
-        try:
-            welcome = self._greet(connection, hello)
-        except BaseException:
-            connection.close()
-            raise
-        self.mailbox.take(welcome)
+        return greet(hello, self._door, self._note_hold)
+
+    def take_up(self, connection: FrameConnection, answer: Welcome | Refuse | Stop) -> bool:
+        """Go on over this connection if it is welcome there; say again what the coordinator may not have heard."""
+        self.mailbox.take(answer)
+        if not isinstance(answer, Welcome):
+            return False
         self.connection = connection
-        self._lines.begin_again(welcome.written)
+        self._lines.begin_again(answer.written)
         for message in [*self._pledges.values(), *self._puts]:
             self._queue(message)
-
-    def _send(self) -> None:
-        beaten_s = time.monotonic()
-        entries: list[FromWorker] = []
-        while not self._closed:
-            self._waiting.wait(max(0.0, beaten_s + self._beat_every_s - time.monotonic()))
-            self._waiting.clear()
-            entries += [self._outbox.popleft() for _ in range(len(self._outbox))]
-            if not self._leaving and time.monotonic() - beaten_s >= self._beat_every_s:
-                beaten_s = time.monotonic()
-                entries.append(beat_of(self.position, beaten_s))
-            try:
-                asked, self._asked = self._asked, False
-                for frame in self._lines.unsent(sends=self.sends_lines or asked):
-                    self.connection.send(encode(frame))
-                    self._lines.sent(frame)
-                while entries:
-                    self.connection.send(encode(entries[0]))
-                    entries.pop(0)
-            except (ConnectionClosed, OSError):
-                entries = [entry for entry in entries if not isinstance(entry, Beat)]
-                time.sleep(AGAIN_S)
-                self._waiting.set()
+        return True
 
 
-class _Evicted(PliantError):
-    """The name is no longer on the roster."""
+def _welcome(answer: Welcome | Refuse | Stop) -> Welcome:
+    """Raises the reason if a newcomer is not let in."""
+    match answer:
+        case Welcome():
+            return answer
+        case Refuse(reason=reason):
+            raise Refused(reason)
+        case Stop(reason=reason, completed=completed):
+            raise RunStopped(reason, completed=completed)
 
 
 def beat_of(at: Position, now_s: float) -> Beat:
@@ -393,22 +381,3 @@ def beat_of(at: Position, now_s: float) -> Beat:
         pace=at.pace,
         handoff_s=at.handoff_s,
     )
-
-
-_links: weakref.WeakSet[Link] = weakref.WeakSet()
-_registered = False
-
-
-def _close_in_children(link: Link) -> None:
-    """A forked loader that keeps a copy of the socket would hide its parent's death for seconds."""
-    global _registered
-    _links.add(link)
-    if not _registered:
-        _registered = True
-        os.register_at_fork(after_in_child=_drop_sockets)
-
-
-def _drop_sockets() -> None:
-    for link in list(_links):
-        with contextlib.suppress(OSError):
-            link.connection.socket.close()

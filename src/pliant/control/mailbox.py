@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
 from pliant.control.messages import (
     Again,
@@ -30,8 +29,6 @@ from pliant.control.messages import (
     Written,
 )
 from pliant.errors import PliantError, Refused, RunEnded, Stopped
-
-Answer = TypeVar("Answer")
 
 
 class Mailbox:
@@ -159,15 +156,3 @@ class Mailbox:
         with self.changed:
             self.trouble = self.trouble or RunEnded(reason)
             self.changed.notify_all()
-
-    def wait_for(self, ask: Callable[[], Answer | None], timeout_s: float | None = None) -> Answer | None:
-        """What ``ask`` answers, asked again after every message; None when the time is up."""
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        with self.changed:
-            while (answer := ask()) is None:
-                self.check()
-                left_s = None if deadline_s is None else deadline_s - time.monotonic()
-                if left_s is not None and left_s <= 0:
-                    return None
-                self.changed.wait(left_s)
-            return answer

@@ -10,7 +10,6 @@ Source    ours; docs/design/0011-trust.md. Codes: X509_verify_cert_error_string(
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import ssl
 import threading
@@ -133,7 +132,6 @@ class SecureSocket:
 
     def __init__(self, raw: socket.socket, context: ssl.SSLContext, host: str) -> None:
         self._raw = raw
-        self._process = os.getpid()
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out, server_hostname=host)
         self._state = threading.Lock()
@@ -179,10 +177,9 @@ class SecureSocket:
         self._raw.shutdown(how)
 
     def close(self) -> None:
-        if os.getpid() == self._process:
-            # Wakes up who is in ``recv``; a forked child only drops its copy.
-            with contextlib.suppress(OSError):
-                self._raw.shutdown(socket.SHUT_RDWR)
+        # Wakes up the thread that is in ``recv``.
+        with contextlib.suppress(OSError):
+            self._raw.shutdown(socket.SHUT_RDWR)
         self._raw.close()
 
     def settimeout(self, timeout_s: float | None) -> None:

@@ -50,7 +50,7 @@ HOLD_EVERY_S = 1.0
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Errors that may pass, for example when a user frees disk space."""
 
-JOURNAL, TERM, LOCK = "journal.jsonl", "term", "lock"
+TERM, LOCK = "term", "lock"
 
 
 async def serve(
@@ -130,7 +130,7 @@ async def _begun(
 def _coordinator(
     charter: RunSpec, directory: Path, resume: bool, repeat: bool, rewind: bool = False, least_term: int = 0
 ) -> tuple[Coordinator, JournalFile]:
-    path = directory / JOURNAL
+    path = directory / journal.JOURNAL
     disk = Background()
     if not resume:
         journal_file = JournalFile(path, run=disk)

@@ -110,19 +110,6 @@ def means(sums: Sums) -> dict[str, float | None] | None:
     return {name: _finite(total / count) if count else None for name, total, count in sums}
 
 
-def journaled(tickets: Sequence[Ticket]) -> list[list[tuple[str, float, float]]]:
-    """The sums of an exchange for the journal, in the order of the roster.
-
-    JSON has no infinity: such a sum is written as 0, and its mean is not compared.
-    """
-    if not any(ticket.sums for ticket in tickets):
-        return []
-    return [
-        [(name, total if math.isfinite(total) else 0.0, count) for name, total, count in ticket.sums]
-        for ticket in tickets
-    ]
-
-
 def differences(recorded: Mapping[str, float | None], decided: Mapping[str, float | None] | None) -> list[str]:
     """Where a journal's results differ from those of the decision code. A result that is not finite is journaled as
     None, and not compared."""

@@ -166,11 +166,6 @@ class Ticket(msgspec.Struct, frozen=True):
 _FIELDS = struct.Struct("<qqqBBqqqqqqqddddddddQqqqdqdqQQdqdqqqBII")
 
 
-def packed_size(bits: int, sets: int = 0) -> int:
-    """Bytes of a ticket whose bitmap has ``bits`` bits and whose parameter sets have ``sets`` bytes together."""
-    return _FIELDS.size + (bits + 7) // 8 + sets
-
-
 def pack(ticket: Ticket, bitmap: int, bits: int) -> bytes:
     """The ticket and its bitmap as bytes; ``unpack`` gives both back exactly."""
     head = _FIELDS.pack(

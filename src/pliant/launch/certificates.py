@@ -17,8 +17,9 @@ from pathlib import Path
 
 from pliant.control.handshake import address_of
 from pliant.errors import UsageError
+from pliant.launch.run_directory import AUTHORITY
 
-AUTHORITY, CERTIFICATE, KEY = "ca.pem", "coordinator.pem", "coordinator.key"
+CERTIFICATE, KEY = "coordinator.pem", "coordinator.key"
 
 ALWAYS = ("localhost", "127.0.0.1")
 """The owner's own workers reach a coordinator on loopback by these."""

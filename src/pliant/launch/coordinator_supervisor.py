@@ -15,10 +15,11 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from pliant.core.journal.records import JOURNAL
 from pliant.environment import plain_environment
 from pliant.launch.logs import opened
 from pliant.launch.process import OwnedProcess
-from pliant.launch.run_directory import JOURNAL, LOGS, PRIVATE, TOKEN
+from pliant.launch.run_directory import LOGS, PRIVATE, TOKEN
 
 DEATHS = 5
 WITHIN_S = 10.0

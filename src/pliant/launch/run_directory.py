@@ -21,11 +21,12 @@ from pathlib import Path
 import msgspec
 
 from pliant.auth import metrics_token
+from pliant.core.journal.records import JOURNAL
 from pliant.errors import UsageError
 
 HOST = "127.0.0.1"
 
-JOURNAL, ADDRESS, TOKEN, CHARTER, LOGS = "journal.jsonl", "address", "token", "charter.json", "logs"
+ADDRESS, TOKEN, CHARTER, LOGS = "address", "token", "charter.json", "logs"
 METRICS_TOKEN, AUTHORITY, TRUST = "metrics-token", "ca.pem", "trust.json"
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import secrets
 import select
 import socket
 import struct
-import weakref
 import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -160,23 +158,3 @@ def hung_up(connection: socket.socket) -> bool:
         return bool(look.poll(0))
     except (OSError, ValueError):
         return True
-
-
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-_registered = False
-
-
-def close_in_children(own: socket.socket) -> None:
-    """A forked loader that keeps a copy of the socket would hide its parent's death."""
-    global _registered
-    _sockets.add(own)
-    if not _registered and hasattr(os, "register_at_fork"):
-        _registered = True
-        os.register_at_fork(after_in_child=_drop_sockets)
-
-
-def _drop_sockets() -> None:
-    for each in list(_sockets):
-        with contextlib.suppress(OSError):
-            # close() would wait for the files made of it.
-            os.close(each.detach())

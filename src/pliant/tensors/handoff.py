@@ -31,6 +31,7 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 from torch import Tensor
 
+from pliant import forking
 from pliant.errors import UsageError
 from pliant.tensors import framing
 from pliant.tensors.allocation import bytes_of
@@ -102,7 +103,7 @@ class Donor:
     def __init__(self, host: str, token: str) -> None:
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._listener.settimeout(_LOOK_S)
-        framing.close_in_children(self._listener)
+        forking.close_in_children(self._listener)
         port = self._listener.getsockname()[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.pending = False
@@ -164,7 +165,7 @@ class Donor:
 
     def _attend(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError, framing.StreamBroken), connection:
-            framing.close_in_children(connection)
+            forking.close_in_children(connection)
             if not self._met(connection):
                 return
             try:
@@ -329,7 +330,7 @@ class Recipient:
             connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_GREETING_S)
         except (ValueError, OverflowError):
             raise framing.StreamBroken("has no address of the form host:port") from None
-        framing.close_in_children(connection)
+        forking.close_in_children(connection)
         with self._lock:
             self._connection = connection
             if self._closed:

@@ -1,6 +1,6 @@
 """testing: groups of real workers inside one process, and whole runs in virtual time from a seed.
 
-``together`` runs scripts that use Pliant as threads of one process. ``Simulation`` runs the real coordinator and
+``together`` runs scripts that use Pliant, each in a thread of one process. ``Simulation`` runs the real coordinator and
 the real workers' loops over a virtual network, clock and disk: ``python -m pliant.testing --seeds 1000``.
 """
 

@@ -1,8 +1,8 @@
 """``python -m pliant.testing``: many histories from many seeds; ``… habits``: many training scripts.
 
-Question  Which seeds break an invariant, and how is one of them seen again?
-Holds     Every failure is printed with the exact command that replays it. The seeds are shared out over processes;
-          what one seed does depends on nothing else.
+Question  Which seeds break an invariant, and how is such a history repeated?
+Holds     Every failure is printed with the exact command that repeats it. The seeds are divided among processes; the
+          history of a seed depends on nothing else.
 Source    ours.
 """
 
@@ -24,7 +24,7 @@ from pliant.testing.simulation import Outcome, Simulation
 
 
 class Summary(msgspec.Struct):
-    """What came of a range of seeds."""
+    """The outcome of a range of seeds."""
 
     seeds: int = 0
     completed: int = 0
@@ -32,10 +32,10 @@ class Summary(msgspec.Struct):
     virtual_s: float = 0.0
     counts: dict[str, int] = {}
     failures: list[tuple[str, int, str]] = []
-    """scene, seed, what was wrong"""
+    """scene, seed, error"""
 
     def add(self, outcome: Outcome) -> None:
-        """One more history."""
+        """Add one history."""
         self.seeds += 1
         self.completed += outcome.completed
         self.exchanges += outcome.exchanges
@@ -45,7 +45,7 @@ class Summary(msgspec.Struct):
             self.failures.append((outcome.scene, outcome.seed, outcome.error))
 
     def merge(self, other: Summary) -> None:
-        """What another process did."""
+        """Add the summary of another process."""
         self.seeds += other.seeds
         self.completed += other.completed
         self.exchanges += other.exchanges
@@ -55,7 +55,7 @@ class Summary(msgspec.Struct):
 
 
 def _kinds(counts: dict[str, int]) -> dict[str, int]:
-    """Counts without the names of workers."""
+    """Counts by kind of note, without the names of workers."""
     kinds: Counter[str] = Counter()
     for kind, count in counts.items():
         kinds["told" if kind.startswith("to ") else kind] += count
@@ -63,18 +63,18 @@ def _kinds(counts: dict[str, int]) -> dict[str, int]:
 
 
 def simulated(scene: str, seed: int, *, trace: bool = False) -> Outcome:
-    """One history; ``scene`` is a name of ``scenes.NAMES``."""
+    """Simulate one history; ``scene`` is a name of ``scenes.NAMES``."""
     return Simulation(drawn(scene, seed), seed, trace=trace).run()
 
 
 def scene_of(seed: int, scene: str | None = None) -> str:
-    """The scene that a seed stands for where none is named."""
+    """The scene of a seed if none is named."""
     names = list(NAMES)
     return scene if scene is not None else names[seed % len(names)]
 
 
 def simulate(seeds: Iterable[int], scene: str | None = None) -> Summary:
-    """Many histories in this process; a failure is told at once."""
+    """Simulate many histories in this process; failures are printed at once."""
     summary = Summary()
     for seed in seeds:
         outcome = simulated(scene_of(seed, scene), seed)
@@ -85,7 +85,7 @@ def simulate(seeds: Iterable[int], scene: str | None = None) -> Summary:
 
 
 def simulate_in_processes(start: int, seeds: int, scene: str | None = None, processes: int | None = None) -> Summary:
-    """Many histories, on all cores."""
+    """Simulate many histories on all cores."""
     processes = processes or os.cpu_count() or 1
     command = [sys.executable, "-m", "pliant.testing", "--json", "--start", str(start), "--seeds", str(seeds)]
     command += ["--scene", scene] if scene is not None else []
@@ -122,10 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.part:
         part, parts = (int(number) for number in given.part.split("/"))
         if hasattr(os, "sched_setaffinity"):
-            # Its threads take turns: handing the baton over takes a third less where they share a core.
+            # Its threads take turns: passing the baton takes a third less time if they share a core.
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[part % len(cores)]})
-        # Histories leave few cycles behind that are worth looking for.
+        # Histories leave few reference cycles: the collector need not run often.
         gc.freeze()
         gc.set_threshold(200_000, 50, 50)
         summary = simulate(_while_wanted(range(given.start + part, given.start + given.seeds, parts)), given.scene)
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _while_wanted(seeds: Iterable[int]) -> Iterator[int]:
-    """Until the process is gone that shares them out."""
+    """Yield the seeds until the parent process is gone."""
     parent = os.getppid()
     for seed in seeds:
         if os.getppid() != parent:
@@ -159,7 +159,7 @@ def _traced(seeds: Iterable[int], scene: str | None) -> int:
 
 
 def _failure(scene: str, seed: int, error: str) -> str:
-    """What was wrong, and the command that shows it again."""
+    """The error, and the command that repeats it."""
     replayed = f"python -m pliant.testing --scene {scene} --start {seed} --seeds 1 --trace"
     return f"FAILED {scene} {seed}: {error}\n       {replayed}"
 

@@ -1,10 +1,10 @@
 """One virtual clock, and processes that run on it one at a time.
 
 Question  How can blocking code of many workers run deterministically, without real time passing?
-Holds     Exactly one thread runs at any moment: it holds the baton and gives it away only at a virtual wait. Events
-          happen in the order of their time, ties in the order in which they were planned; all chance comes from one
-          seeded generator. So a seed and a version of the code give one history, whatever the machine does.
-          A killed process gets ``Killed`` at its next wait; a paused one does not run, nor do its background doings.
+Holds     Exactly one thread runs at any moment: it holds the baton and passes it on only at a virtual wait. Events
+          happen in the order of their time; events of the same time in the order in which they were planned. All random
+          numbers come from one seeded generator. So a seed and a version of the code give one history on any machine.
+          A killed process gets ``Killed`` at its next wait; a paused one does not run, nor do its background actions.
 Source    ours; the idea of FoundationDB's and TigerBeetle's simulators (STYLE).
 """
 
@@ -17,14 +17,14 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-# A worker that polls sees a change at its next look.
+# A worker that polls sees a change within this time.
 _LOOK_S = 0.002
-# ... and looks at its own deadlines at least this often.
+# It looks at its own deadlines at least this often.
 _SELDOM_S = 0.25
 
 
 class Killed(BaseException):
-    """The virtual process was ended from outside."""
+    """The virtual process was killed."""
 
 
 class Timer:
@@ -36,12 +36,12 @@ class Timer:
         self.action = action
 
     def cancel(self) -> None:
-        """It does not happen."""
+        """Drop the event."""
         self.action = None
 
 
 class World:
-    """The clock, the planned events, and whoever holds the baton."""
+    """The clock, the planned events, and the process that holds the baton."""
 
     def __init__(self, seed: int | str, *, trace: bool = False) -> None:
         self.random = random.Random(seed)
@@ -49,7 +49,7 @@ class World:
         self.events = 0
         self.log: list[str] | None = [] if trace else None
         self.checksum = 0
-        """over everything that was noted: equal for equal seeds"""
+        """of all notes: equal for equal seeds"""
         self.counts: dict[str, int] = {}
         self.failure: BaseException | None = None
         self.stopped = False
@@ -70,11 +70,11 @@ class World:
         return timer
 
     def after(self, delay_s: float, action: Callable[[], None]) -> Timer:
-        """Plan an event a while from now."""
+        """Plan an event ``delay_s`` from now."""
         return self.at(self.now_s + delay_s, action)
 
     def note(self, kind: str, *what: Any) -> None:
-        """Something happened: counted by its kind, and part of the history."""
+        """Add to the history that something happened; notes are counted by kind."""
         counts = self.counts
         counts[kind] = counts.get(kind, 0) + 1
         text = f"{self.now_s:.6f} {kind} {what}"
@@ -91,23 +91,23 @@ class World:
         return self.random.random() < probability
 
     def between(self, least: float, most: float) -> float:
-        """A number of that range."""
+        """A random number of that range."""
         return least + (most - least) * self.random.random()
 
     def fail(self, error: BaseException) -> None:
-        """The history has gone wrong: it ends here."""
+        """End the history with this error, unless another one came first."""
         if self.failure is None:
             self.failure = error
         self.stopped = True
 
     def stop(self) -> None:
-        """The history is complete."""
+        """End the history: it is complete."""
         self.stopped = True
 
     # -- the baton
 
     def run(self) -> None:
-        """Let everything happen until ``stop``; raises what went wrong. Called by the thread that owns the world."""
+        """Run events until ``stop``; raises the error of ``fail``. Called by the thread that owns the world."""
         try:
             while not self.stopped:
                 self._loop(None)
@@ -119,7 +119,7 @@ class World:
             raise self.failure
 
     def _loop(self, me: Process | None) -> None:
-        """Let events happen until it is ``me``'s turn; without one, until somebody gives the baton back."""
+        """Run events until it is the turn of ``me``; if that is None, until a process gives the baton back."""
         queue = self._queue
         while True:
             if self.stopped or not queue:
@@ -152,20 +152,20 @@ class World:
                 return
 
     def give_turn(self, process: Process) -> None:
-        """After this event, that process runs."""
+        """Have this process run after the present event."""
         assert self._next is None
         self._next = process
 
     def yield_baton(self, process: Process) -> None:
-        """Called by the process's own thread: come back when it is its turn."""
+        """Called by the process's own thread: returns when it is its turn."""
         self._loop(process)
 
     def give_back(self) -> None:
-        """A process has ended: the owner's thread goes on."""
+        """A process has ended: the thread that owns the world goes on."""
         self._main.release()
 
     def resume_for_unwinding(self, process: Process) -> None:
-        """Let a process end; the owner's thread waits for that."""
+        """Let a process end, and wait for that; called by the thread that owns the world."""
         process.turn.release()
         self._main.acquire()
 
@@ -182,19 +182,19 @@ class Process:
         self.alive = True
         self.started = False
         self.finished = False
-        """its thread is done"""
+        """its thread has ended"""
         self.paused = False
         self.hung_until_s = 0.0
         self.unreachable = False
-        """other processes' data does not get here, nor its own out"""
+        """cut off from other processes' data ports, in both directions"""
         self.walled = ""
-        """``in``: nobody can open a connection to its data port; ``out``: it can open none to anybody's"""
+        """``in``: no process can connect to its data port; ``out``: it cannot connect to any other data port"""
         self.parted: set[str] = set()
-        """processes to which it can open none, by their names"""
+        """names of the processes whose data ports it cannot connect to"""
         self.ended: list[Callable[[int], None]] = []
-        """called with the status when it has ended"""
+        """functions that are called with the exit status when it has ended"""
         self.changed: list[Callable[[], None]] = []
-        """called when it was paused, resumed, cut off or reached again"""
+        """functions that are called when it is paused, resumed, cut off or reachable again"""
         self._body = body
         self._wake: Timer | None = None
         self._idle = False
@@ -203,7 +203,7 @@ class Process:
         world.processes.append(self)
 
     def start(self) -> None:
-        """Begin to run, as the next event."""
+        """Begin to run, as one of the next events."""
         self.world.after(0.0, self._start)
 
     def _start(self) -> None:
@@ -238,7 +238,7 @@ class Process:
         self._wait()
 
     def idle(self, seconds: float) -> None:
-        """Sleep between two looks. What the looks would not see anyway is passed over."""
+        """Sleep between two polls; polls that could not see a change are left out."""
         self._check()
         self._idle = True
         self._wake = self.world.after(max(seconds, _SELDOM_S), self._resume)
@@ -255,7 +255,7 @@ class Process:
     # -- called by events
 
     def notice(self) -> None:
-        """Something has changed that it may be waiting for."""
+        """Wake it soon if it is idle: something has changed that it may be waiting for."""
         if self._idle and self.alive:
             self._idle = False
             if self._wake is not None:
@@ -276,7 +276,7 @@ class Process:
         world.give_turn(self)
 
     def in_background(self, action: Callable[[], None]) -> None:
-        """Do something on behalf of the process, when it runs."""
+        """Run an action of the process: at once, or after a pause; not after its end."""
         if self.paused:
             self._deferred.append(action)
         elif self.alive:
@@ -317,19 +317,19 @@ class Process:
             told()
 
     def cut_off(self, unreachable: bool) -> None:
-        """Whether the others' data gets here."""
+        """Cut the process off from the others' data, or connect it again."""
         self.unreachable = unreachable
         for told in self.changed:
             told()
 
     def unwind(self) -> None:
-        """The world has ended: so does the thread."""
+        """End the thread: the world has ended."""
         self.alive = False
         if self.started and not self.finished:
             self.world.resume_for_unwinding(self)
 
 
-# -- threads, used again and again
+# -- threads, reused
 
 _idle: list[_Hand] = []
 

@@ -50,7 +50,7 @@ class VirtualSummation:
         return False
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it is over, for a limited time."""
+        """Wait until it is over, at most so long."""
         if not self.over:
             self._process.idle(timeout_s)
         return self.over
@@ -191,7 +191,7 @@ class VirtualForming:
 
     @property
     def failed(self) -> bool:
-        """Whether it is over without a group."""
+        """Whether it has ended without a group."""
         return self.over and self._group is None and self._error is not None
 
     def result(self) -> VirtualGroup:

@@ -1,8 +1,8 @@
 """Checkpoints on a virtual disk.
 
-Question  What is left of a checkpoint when its writer dies, or the disk forgets?
-Holds     What was not written to its end is not there. What was may be damaged, with the chance that the scene sets: it
-          is then refused when it is read, as the real one is.
+Question  What is left of a checkpoint when its writer dies, or the disk loses data?
+Holds     A checkpoint that was not written completely does not exist. A complete one may be damaged, with the
+          probability that the scene sets: reading it then fails, as with a real one.
 Source    ours; tensors/checkpoint.py.
 """
 

@@ -1,4 +1,4 @@
-"""Exact numbers in the place of tensors.
+"""Exact numbers instead of tensors.
 
 Question  How is a wrong, lost or doubled gradient noticed at once, without rounding and without torch's cost?
 Holds     Values are integers modulo a prime. Addition, division by a weight and multiplication by a float's exact ratio

@@ -1,9 +1,9 @@
-"""What is done to a run on purpose.
+"""Faults that are injected into a run.
 
-Question  What can go wrong, with whom, and when?
-Holds     A fault strikes at a moment, or at an occasion: the n-th time that something of a kind is noted anywhere, so
-          that every phase of the protocol is hit, however short it is. It says when it is over; from the last one on
-          the run must go on by itself.
+Question  What can go wrong, where, and when?
+Holds     A fault strikes at a fixed time, or on an occasion: the n-th note of a kind, so that every phase of the
+          protocol is hit, however short it is. Each fault has an end; after the last one the run must go on by
+          itself.
 Source    ours; DESIGN, "Tests".
 """
 
@@ -37,7 +37,7 @@ OCCASIONS = (
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """``what`` happens to somebody ``at_s``, or ``delay_s`` after the ``nth`` note of the kind ``occasion``."""
+    """``what`` happens to one process ``at_s``, or ``delay_s`` after the ``nth`` note of the kind ``occasion``."""
 
     what: str
     at_s: float = 0.0
@@ -46,12 +46,12 @@ class Fault(msgspec.Struct, frozen=True):
     delay_s: float = 0.0
     lasts_s: float = 0.0
     whom: int = 0
-    """which of those who live; -1: who the occasion is about; -2: the last one that it is not about"""
+    """index among the living processes; -1: the one that the note is about; -2: the last of the others"""
 
     def plan(self, simulation: Simulation) -> None:
-        """Let it happen in time."""
+        """Plan the event."""
         world = simulation.world
-        # Until it has struck, the run is not left alone.
+        # Until it has struck, the run need not recover.
         simulation.pending += 1
         if not self.occasion:
             world.at(self.at_s, lambda: self._strike(simulation, None))
@@ -70,7 +70,7 @@ class Fault(msgspec.Struct, frozen=True):
         world.at(self.at_s or 4.0, lambda: self._expire(simulation, seen))
 
     def _expire(self, simulation: Simulation, seen: list[int]) -> None:
-        """The occasion has not come: leave it at that."""
+        """Drop the fault: its occasion has not come."""
         if seen[0] < self.nth:
             seen[0] = 1 << 30
             simulation.pending -= 1
@@ -87,7 +87,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def _impaired(simulation: Simulation, script: VirtualScript, until_s: float) -> None:
-    """So long that it may be given up for lost."""
+    """Note that the process may be given up for lost during this time."""
     script.impaired_until_s = max(script.impaired_until_s, until_s)
     simulation.judge()
 
@@ -116,7 +116,7 @@ def _pause(simulation: Simulation, fault: Fault, about: str | None) -> None:
 
 
 def _hang(simulation: Simulation, fault: Fault, about: str | None) -> None:
-    """The main loop stands still; the link's threads do not."""
+    """The main loop stands still; the link's threads go on."""
     victim = _victim(simulation, fault, about)
     if victim is not None:
         _impaired(simulation, victim[1], simulation.world.now_s + fault.lasts_s)
@@ -125,7 +125,7 @@ def _hang(simulation: Simulation, fault: Fault, about: str | None) -> None:
 
 
 def _save(simulation: Simulation, fault: Fault, about: str | None) -> None:
-    """The script does something of its own for a while, the next time that it is in its loop."""
+    """The script is busy with something else for a while, the next time that it is in its loop."""
     victim = _victim(simulation, fault, about)
     if victim is not None:
         _impaired(simulation, victim[1], simulation.world.now_s + 2 * fault.lasts_s)
@@ -145,7 +145,7 @@ def _slow(simulation: Simulation, fault: Fault, about: str | None) -> None:
 
 
 def _terminate(simulation: Simulation, fault: Fault, about: str | None) -> None:
-    """SIGTERM by the system, not by the launcher: go in good order."""
+    """SIGTERM from the system, not from the launcher: the worker leaves in an orderly way."""
     victim = _victim(simulation, fault, about)
     if victim is not None:
         simulation.world.note("sigterm", victim[0].name)
@@ -169,7 +169,7 @@ def _scale(simulation: Simulation, fault: Fault, about: str | None) -> None:
 
 
 def _cut(simulation: Simulation, fault: Fault, about: str | None) -> None:
-    """The connection to the coordinator breaks; what is on its way is lost."""
+    """The connection to the coordinator breaks; messages on their way are lost."""
     victim, world = _victim(simulation, fault, about), simulation.world
     if victim is not None:
         for wire in simulation.network.of(victim[0]):
@@ -183,7 +183,7 @@ def _cut_agent(simulation: Simulation, fault: Fault, about: str | None) -> None:
 
 
 def _block(simulation: Simulation, fault: Fault, about: str | None) -> None:
-    """Messages stand still between one worker and the coordinator, in one direction or in both."""
+    """Messages between one worker and the coordinator are delayed, in one direction or in both."""
     victim, world = _victim(simulation, fault, about), simulation.world
     if victim is None:
         return
@@ -200,7 +200,7 @@ def _block(simulation: Simulation, fault: Fault, about: str | None) -> None:
 
 
 def _isolate(simulation: Simulation, fault: Fault, about: str | None) -> None:
-    """The worker's data does not get through; perhaps nor does what it says to the coordinator."""
+    """The worker's data ports are cut off, perhaps its connection to the coordinator too."""
     victim, world = _victim(simulation, fault, about), simulation.world
     if victim is None:
         return
@@ -214,7 +214,7 @@ def _isolate(simulation: Simulation, fault: Fault, about: str | None) -> None:
 
 
 def _crash(simulation: Simulation, fault: Fault, about: str | None) -> None:
-    """The coordinator dies, and is started again a little later."""
+    """The coordinator dies and is restarted a little later."""
     simulation.host.crash()
     simulation.world.after(fault.lasts_s, simulation.launcher.revive)
 
@@ -225,7 +225,7 @@ def _doze(simulation: Simulation, fault: Fault, about: str | None) -> None:
 
 
 def _wall(simulation: Simulation, fault: Fault, about: str | None) -> None:
-    """Workers join whose data ports cannot be reached, or that can reach nobody's: for a while, or for ever."""
+    """Workers join whose data ports cannot be reached, or that cannot reach others': for a while, or for ever."""
     walled = simulation.world.random.choice(("in", "in", "out"))
     before = len(simulation.launchers)
     simulation.join(1 + fault.whom % 2, walled)
@@ -240,7 +240,7 @@ def _wall(simulation: Simulation, fault: Fault, about: str | None) -> None:
 
 
 def _part(simulation: Simulation, fault: Fault, about: str | None) -> None:
-    """Two workers cannot reach each other's data, or one not the other's; the coordinator is reached by all."""
+    """Two workers cannot reach each other's data ports, or one cannot reach the other's; all reach the coordinator."""
     victim = _victim(simulation, fault, about)
     others = [process for process in simulation.scripts if process.alive and victim and process is not victim[0]]
     if victim is None or not others:
@@ -298,4 +298,3 @@ _DOES: dict[str, Callable[[Simulation, Fault, str | None], None]] = {
     "wall": _wall,
     "part": _part,
 }
-KINDS = tuple(_DOES)

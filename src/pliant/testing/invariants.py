@@ -1,10 +1,10 @@
 """What must hold in every history.
 
 Question  Did anything happen that must never happen, and did everything happen that must?
-Holds     Checked with every settled exchange: numbers only grow; nothing of an era is settled after ``stopped``; who
-          settles the same exchange of the same era holds the same state, tickets and weights, exactly. Checked with
-          every journaled line: eras and rounds only grow, and it says what the members settled. Checked at the end:
-          the audit, the weights recomputed from the journal, the user's state.
+Holds     Checked with every settled exchange: numbers only grow; nothing of an era is settled after ``stopped``;
+          workers that settle the same exchange of the same era hold exactly the same state, tickets and weights.
+          Checked with every journaled line: eras and rounds only grow, and the line holds what the members settled.
+          Checked at the end: the audit, the weights recomputed from the journal, the user's state.
 Source    Invariants 1 to 6 of DESIGN.
 """
 
@@ -38,80 +38,80 @@ class Violation(AssertionError):
 _SILENT = Flag.FOLLOWING | Flag.LEAVING
 
 ENDLESS = 20_000
-"""exchanges in one history: a hundred times as many as the longest has"""
+"""Exchanges in one history: a hundred times as many as in the longest one."""
 
 
 class Checker:
-    """Watches all workers and the journal of one world."""
+    """Checks all workers and the journal of one world."""
 
-    def __init__(self, world: World, *, reference: int, buffers: int) -> None:
+    def __init__(self, world: World, *, reference: int) -> None:
         self.world = world
         self.settled_s = 0.0
-        """when an exchange was settled last"""
+        """time of the last settled exchange"""
         self.exchanges = 0
         self.start = 0
-        """the weights that the run began with"""
+        """initial value of the weights"""
         self.over = False
-        """some worker has concluded the run"""
+        """a worker has come to the end of the run"""
         self.holders: dict[str, tuple[int, int]] = {}
-        """worker → (era, exchange) of who holds the whole state"""
+        """workers that hold the whole state → (era, exchange)"""
         self.fell_behind: Callable[[], None] = lambda: None
-        """called when one that held the state does not hold it any more"""
+        """called when a worker holds the state no more"""
         self.lost = False
-        """at some time nobody who held the state could do anything with it"""
+        """at some time no worker that held the state was able to go on"""
         self.forsaken = False
         """the last worker that held the state left as agreed, after those that were to go on had been lost"""
         self.relieved: set[str] = set()
         """who holds the state, and others that do have begun an era without it"""
         self.checkpoints = 0
-        """that the journal names"""
+        """number of checkpoints in the journal"""
         self.tainted = False
-        """a worker whose weights had been changed may have been believed: they are not those of the journal"""
+        """changed weights may have been taken for the right ones: weights may differ from those of the journal"""
         self.state_lost = False
-        """the user's state has gone with the last worker that had it"""
+        """the last worker that had the user's state is gone"""
         self._updates: dict[tuple[int, int], tuple[str, object]] = {}
-        """by era and round: who followed its update first, and with which weights and buffers"""
+        """(era, round) → the first worker that followed its update, with its weights and buffers"""
         self._leaders: dict[tuple[int, str], str] = {}
-        """by round: who has printed and written for it"""
+        """(round, where) → the worker that has led"""
         self._leavers: set[str] = set()
         """others held the state when it was agreed that these leave"""
         self._flipped: set[str] = set()
-        """whose weights were changed"""
+        """workers whose weights were changed"""
         self._changed: set[str] = set()
-        """those of them who have not taken the others' over since"""
+        """those of them that have not taken over the others' weights since"""
         self._healing: dict[str, tuple[int, int]] = {}
-        """who was named, (era, exchange) of that, until it holds the state again"""
+        """workers that were named → (era, exchange) of that; until they hold the state again"""
         self._judged: set[tuple[int, int]] = set()
-        """(era, round) whose tickets have named somebody"""
+        """(era, round) of tickets that have named a worker"""
         self._flipped_round = 0
-        """when, the last time"""
+        """round in which weights were changed last"""
         self._differ: int | None = None
-        """since which round weights are known to differ"""
+        """the round since which weights are known to differ"""
         self._silent: frozenset[str] = frozenset()
-        """who only went along with the last round of a loop, or leaves: it is not judged"""
-        self._reference, self._buffers = reference, buffers
+        """workers that followed in the last round of a loop, or leave: their weights are not compared"""
+        self._reference = reference
         self._last: dict[str, tuple[int, int, int]] = {}
         self._states: dict[tuple[int, int], tuple[str, GroupState]] = {}
         self._weights: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}
         self._tickets: dict[tuple[int, int], Sequence[Ticket]] = {}
         self._ends: list[tuple[str, tuple[int, ...], dict[str, Any], GroupState]] = []
         self._dead = 0
-        """so many of them, the first ones, died before their scripts went on; the last to die comes first"""
+        """so many of the first entries died before their scripts went on; the last to die comes first"""
         self._records: list[journal.Record] = []
         self._journaled = 0
         self._era = self._round = 0
 
     def require(self, holds: bool, text: str) -> None:
-        """Raise if it does not hold."""
+        """Raise ``Violation`` if the condition is false."""
         if not holds:
             raise Violation(text)
 
     # -- workers
 
     def led(self, name: str, round_: int, where: str) -> None:
-        """A script has seen an update ``where`` it looks for one, and is the one that prints and writes for it there.
+        """A script has seen an update at ``where`` and leads there: it alone prints and writes for this update.
 
-        A leader that leaves in an ``evaluate`` in between is followed by another one in what comes after it.
+        If a leader leaves in an ``evaluate`` in between, another one leads from then on.
         """
         first = self._leaders.setdefault((round_, where), name)
         self.require(first == name, f"{first} and {name} both lead at round {round_}, {where}")
@@ -127,7 +127,7 @@ class Checker:
         )
         self.require(group.era > link.stopped_era, f"{name} settles {at} after it has stopped in {link.stopped_era}")
         era, exchange, number = self._last.get(name, (0, 0, 0))
-        # Who does not hold the state goes where those go who do.
+        # A worker without the state follows those that hold it, even back.
         grown = group.era >= era and (
             name not in self.holders or (group.exchange >= exchange and group.round >= number)
         )
@@ -149,7 +149,7 @@ class Checker:
             str(worker) for worker in group.roster
         }
         if training.held is not None:
-            # The user's own state is still on its way.
+            # The user's state has not arrived yet.
             return
         if self._healing.get(name, at) < at:
             del self._healing[name]
@@ -159,12 +159,12 @@ class Checker:
         self._compare(name, standing, group, training.plain_values())
 
     def kept(self, name: str, kept_bytes: int, training: VirtualTraining) -> None:
-        """A newcomer keeps gradients of past rounds: at most twice as much as one round has, or little."""
+        """A newcomer keeps gradients of past rounds: at most ``COPIES`` times those of one round, or a small amount."""
         most = max(COPIES * sum(p.nbytes for p in training.parameters), SMALL_BYTES)
         self.require(kept_bytes <= most, f"{name} keeps {kept_bytes} bytes of gradients, and {most} are too many")
 
     def _compare(self, name: str, standing: Standing, group: GroupState, weights: tuple[int, ...]) -> None:
-        """Weights are the same, but for the rounds until a worker is named whose own were changed."""
+        """All weights are the same, except until a worker whose weights were changed is named."""
         at = (group.era, group.exchange)
         if self._flipped and standing is Standing.LEAVING:
             return
@@ -178,7 +178,7 @@ class Checker:
         self._differ = group.round if self._differ is None else self._differ
         speaking = active - self._silent
         if known.keys() >= speaking and len({known[each] for each in speaking}) <= 1:
-            # A spare's: it adds nothing to the sums, and is named within the same time once it does.
+            # Only a spare's differ: it adds nothing to the sums. Once it does, it is named within the same time.
             self._differ = max(self._differ, group.round)
         self.require(
             group.round - self._differ <= _patience(group),
@@ -186,17 +186,17 @@ class Checker:
         )
 
     def struck(self, name: str, group: GroupState) -> None:
-        """Somebody's weights were changed."""
+        """The weights of a worker were changed on purpose."""
         self._flipped.add(name)
         self._changed.add(name)
         self._flipped_round = group.round
         members = zip(group.roster, group.standings, strict=True)
         others = {str(w) for w, standing in members if standing is Standing.ACTIVE} - {name, *self._healing}
-        # Nobody is left to compare with, or to take the right weights over from.
+        # No other worker is left to compare with, or to take the right weights from.
         self.tainted = self.tainted or not others
 
     def _named(self, group: GroupState, differs: Drift) -> None:
-        """Some workers' weights are said to differ."""
+        """The tickets have shown that the weights of some workers differ."""
         if (group.era, group.round) in self._judged:
             return
         self._judged.add((group.era, group.round))
@@ -204,7 +204,7 @@ class Checker:
         named = {str(group.roster[member]) for member in differs.named}
         self.world.note("named", ",".join(sorted(named)), len(differs.expelled))
         self.require(bool(self._flipped), f"{sorted(named)} are said to differ, and nobody's weights were changed")
-        # Who is first of two is believed, changed or not; then nobody has the weights of the journal any more.
+        # The first of two is believed, right or wrong; then no worker may have the weights of the journal any more.
         believed = {str(group.roster[member]) for member, _, _ in differs.digests} - named
         self.tainted = self.tainted or not believed.isdisjoint(self._changed)
         self.require(self.tainted or named <= self._flipped, f"{sorted(named - self._flipped)} are named wrongly")
@@ -212,7 +212,7 @@ class Checker:
         self._healing |= dict.fromkeys(named, (group.era, group.exchange))
 
     def settled(self, group: GroupState, outcome: Settled, handed_in: Sequence[Ticket]) -> None:
-        """The tickets of an exchange."""
+        """An exchange was settled with these tickets."""
         if outcome.kind is not Kind.TRAIN:
             return
         members = zip(group.roster, handed_in, strict=True)
@@ -220,7 +220,7 @@ class Checker:
         if outcome.drift is not None:
             self._named(group, outcome.drift)
         elif self._differ is not None and _tell_a_difference(handed_in):
-            # Nobody is judged where a phase or an era ends, nor who only goes along: a later digest tells it again.
+            # No worker is judged where a phase or an era ends, and followers never are: a later digest shows it again.
             judged = not outcome.ended and outcome.plan is None and _tell_a_difference(_speaking(handed_in))
             self._differ = self._differ if judged else max(self._differ, group.round)
         bound = group.policy.at_most
@@ -230,17 +230,17 @@ class Checker:
         self._tickets[group.era, outcome.round] = handed_in
 
     def ended(self, name: str, training: VirtualTraining, state: dict[str, Any], group: GroupState) -> None:
-        """A worker has come to the end of its script with everybody's results."""
+        """A worker has come to the end of its script, with the results of the group."""
         self.over = True
         if self._flipped and group.standings[group.roster.index(WorkerId(name))] is Standing.LEAVING:
-            # Who leaves has no say in whose weights are right, and is not healed.
+            # A leaver's weights are not compared, and it does not take over the right ones.
             return
         self._ends.append((name, training.plain_values(), dict(state), group))
 
     def updated(self, name: str, training: VirtualTraining, group: GroupState) -> None:
-        """A script follows the last update: it has the weights and buffers of all others there.
+        """A script follows the last update: weights and buffers are equal on all workers of the era there.
 
-        Not of those that are lost, or of another era: buffers may have been made equal anew.
+        Lost workers and other eras do not count: buffers may have been made equal since.
         """
         number = group.round
         shown = (training.plain_values(), training.buffers.held_values())
@@ -249,14 +249,14 @@ class Checker:
             raise Violation(f"after round {number} {name} has {shown}, but {first} had {there}")
 
     def unheard(self, name: str) -> None:
-        """Nobody will know of that end: the script does not go on."""
+        """The coordinator will never hear of this end: it does not count."""
         self._ends = [end for end in self._ends if end[0] != name]
         self.over = bool(self._ends)
 
     def departed(self, name: str) -> None:
-        """It has said that it leaves, and does not come back for those who go on: they hold the state, or nobody does.
+        """A worker has said that it leaves: it is no holder of the state for the others any more.
 
-        The last one that holds it is not let go: until its process ends it counts.
+        The last holder counts until its process ends.
         """
         if self.holders.keys() - {name}:
             self.holders.pop(name, None)
@@ -264,8 +264,8 @@ class Checker:
             self.forsaken = True
 
     def died(self, name: str) -> None:
-        """While it said goodbye, if it had come to its end: the script has not gone on, and the run may."""
-        # What it did for a round that was lost with everybody is done again.
+        """A worker died. If it was at its end, its script has not gone on, and the run may go on without it."""
+        # What it did for a round that was lost with all workers is done again.
         self._leaders = {at: leader for at, leader in self._leaders.items() if leader != name}
         dead = [end for end in self._ends if end[0] == name]
         self._ends = [*dead, *(end for end in self._ends if end[0] != name)]
@@ -274,7 +274,7 @@ class Checker:
     # -- the journal
 
     def journaled(self, content: bytearray) -> None:
-        """More may be on disk."""
+        """Check the records that have been written since the last call."""
         lines = bytes(content[self._journaled :]).splitlines(keepends=True)
         for line in lines:
             if line.endswith(b"\n") and b',"crc":"' in line:
@@ -308,11 +308,11 @@ class Checker:
     # -- the end
 
     def conclude(self, *, completed: bool) -> None:
-        """The run is over."""
+        """Check the end of the run."""
         report = audit(self._records, replay=False)
         self.require(not report.problems, "audit: " + "; ".join(report.problems[:3]))
         try:
-            # Its decisions are compared with those of the decision code on the way, as in an audit.
+            # This compares its decisions with those of the decision code, as an audit does.
             gaps = trace.gaps(trace.score(self._records))
         except journal.JournalError as error:
             raise Violation(f"audit: {error}") from error
@@ -324,7 +324,7 @@ class Checker:
         self.require(bool(self._ends), "the run completed, but no worker came to its end")
         ends = self._ends[self._dead :] or self._ends[:1]
         name, weights, _, last = ends[0]
-        # A difference of the last rounds is not seen any more.
+        # A difference in the last rounds is not noticed any more.
         late = bool(self._flipped) and last.round - (self._differ or self._flipped_round) <= _patience(last)
         state: dict[str, Any] = {}
         for other, theirs, their_state, _ in ends:
@@ -340,7 +340,7 @@ class Checker:
         self.require(again.plain_values() == weights, f"the journal's rounds do not lead to the weights of {name}")
 
     def _recomputed(self) -> VirtualTraining:
-        """One process that makes the journaled updates."""
+        """The training of one process that makes the journaled updates."""
         training = VirtualTraining(reference=self._reference, buffers=0, start=self.start)
         epochs: dict[int, int] = {}
         scheduled = 0.0
@@ -363,7 +363,7 @@ class Checker:
 
 
 class _Applied:
-    """A journaled round as ``Training.apply`` reads it."""
+    """A journaled round, as ``Training.apply`` needs it."""
 
     finite = True
 
@@ -374,7 +374,7 @@ class _Applied:
 
 
 def _patience(group: GroupState) -> int:
-    """Rounds within which a difference is seen: every part has had its turn, and the tickets have told."""
+    """Rounds within which a difference is noticed: every part has been digested, and the tickets have carried it."""
     return group.policy.watched * PARAMETERS + 10
 
 
@@ -383,7 +383,7 @@ def _speaking(handed_in: Sequence[Ticket]) -> list[Ticket]:
 
 
 def _tell_a_difference(handed_in: Sequence[Ticket]) -> bool:
-    """Whether the newest digests that tickets carry are not all the same."""
+    """Whether the newest digests in the tickets differ."""
     last = max((ticket.weights_round for ticket in handed_in), default=0)
     return len({ticket.weights for ticket in handed_in if last and ticket.weights_round == last}) > 1
 
@@ -397,10 +397,10 @@ def _difference(one: GroupState, other: GroupState) -> str:
 
 
 class Observer(JournalReporter):
-    """The real witness, with a checker looking over its shoulder."""
+    """The real journal reporter, observed by a checker."""
 
     kept_bytes: Callable[[], int] = staticmethod(lambda: 0)
-    """of gradients, by a newcomer"""
+    """bytes of gradients that a newcomer keeps"""
 
     def __init__(self, link: VirtualLink, checker: Checker, training: VirtualTraining) -> None:
         super().__init__(link)

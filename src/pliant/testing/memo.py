@@ -1,8 +1,8 @@
-"""Pure decisions, computed once for all workers that are at the same point.
+"""Pure decisions, computed once for all workers in the same state.
 
-Question  How is a group of four simulated without deciding everything four times?
-Holds     Only pure functions of frozen values are remembered: workers whose states are equal share the answer, workers
-          whose states differ do not. Nothing outlives the ``with`` block.
+Question  How is a group of four simulated without making every decision four times?
+Holds     Only pure functions of frozen values are cached: workers with equal states share the result, workers with
+          different states do not. The cache ends with the ``with`` block.
 Source    ours.
 """
 
@@ -19,7 +19,7 @@ from pliant.core.tickets import Ticket
 
 @contextmanager
 def remembered() -> Iterator[None]:
-    """Remember the decisions of ``core.rounds``, digests and the tickets' contents."""
+    """Cache the decisions of ``core.rounds``, digests and the contents of tickets."""
     originals = rounds.settled, rounds.opened, consistency.digest, tickets.unpack
     unpacked: dict[bytes, tuple[Ticket, int]] = {}
     digests: dict[int, tuple[GroupState, int]] = {}
@@ -46,7 +46,7 @@ def remembered() -> Iterator[None]:
 
 
 def _once(decide: Callable[[GroupState, Sequence[Ticket]], Any]) -> Callable[[GroupState, Sequence[Ticket]], Any]:
-    # The arguments are kept, so that no other value can have their identity.
+    # The arguments are kept, so that no other value can get their ``id``.
     decided: dict[tuple[int, ...], tuple[Any, ...]] = {}
     known: dict[tuple[int, int], list[GroupState]] = {}
 
@@ -54,7 +54,7 @@ def _once(decide: Callable[[GroupState, Sequence[Ticket]], Any]) -> Callable[[Gr
         key = (id(group), *map(id, handed_in))
         found = decided.get(key)
         if found is None:
-            # An equal state that was made elsewhere: from here on both go on with the same one.
+            # An equal state of another worker: from here on both use the same object.
             equals = known.setdefault((group.era, group.exchange), [])
             same = next((other for other in equals if other == group), None)
             if same is None:

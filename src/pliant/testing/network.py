@@ -1,9 +1,9 @@
 """Virtual connections between workers, launchers and the coordinator.
 
 Question  What can happen to a message on its way?
-Holds     A connection is a TCP stream: what arrives does so in order, and once; what was on its way when the
-          connection broke is lost, and each end learns of that in its own time. Connections do not keep step with
-          each other. A blocked direction delays; it does not lose.
+Holds     A connection behaves like a TCP stream: messages arrive in order and once. Messages on their way when the
+          connection breaks are lost, and each end learns of that at a time of its own. There is no order between
+          connections. A blocked direction delays messages and loses none.
 Source    ours; docs/protocol.md.
 """
 
@@ -24,17 +24,17 @@ class End:
         self._wire = wire
         self.other: End
         self.closed = False
-        """this end knows that the connection is gone, or has closed it"""
+        """this end has closed the connection, or knows that it is gone"""
         self.in_good_order = False
-        """the other end has closed it"""
+        """the other end has closed the connection"""
         self.blocked_until_s = 0.0
-        """nothing that is sent from here arrives before"""
+        """messages from here do not arrive before"""
         self._last_s = 0.0
         self.received: Callable[[bytes], None] = lambda frame: None
         self.lost: Callable[[], None] = lambda: None
 
     def send(self, frame: bytes) -> None:
-        """Raises as the real one does when the connection is known to be gone."""
+        """Send a frame; raises as a real connection if this end knows that it is gone."""
         if self.closed:
             raise ConnectionClosedError(None, None)
         world, wire = self._wire.world, self._wire
@@ -52,7 +52,7 @@ class End:
         other.received(frame)
 
     def close(self) -> None:
-        """Close in good order: what was sent before still arrives."""
+        """Close the connection; messages sent before still arrive."""
         if not self.closed:
             self.closed = True
             world = self._wire.world
@@ -61,7 +61,7 @@ class End:
             world.at(arrives_s, lambda: self.other.learn(in_good_order=not self._wire.cut))
 
     def learn(self, *, in_good_order: bool = False) -> None:
-        """The other end has closed, or the connection broke."""
+        """Learn that the other end has closed, or that the connection broke."""
         if not self.closed:
             self.closed = True
             self.in_good_order = in_good_order
@@ -79,12 +79,12 @@ class Wire:
         self.near.other, self.far.other = self.far, self.near
 
     def delay(self) -> float:
-        """How long one message takes."""
+        """A random delay of one message."""
         part = self.world.random.random()
         return 0.0001 + self._slowest_s * part * part
 
     def break_off(self, *, near_s: float, far_s: float) -> None:
-        """What is on its way is lost; the ends learn of it after so many seconds."""
+        """Break the connection: messages on their way are lost; the ends learn of it after so many seconds."""
         if not self.cut:
             self.cut = True
             self.world.after(near_s, self.near.learn)
@@ -92,20 +92,20 @@ class Wire:
 
 
 class Network:
-    """Who listens, and which connections there are."""
+    """The coordinator's port and all connections to it."""
 
     def __init__(self, world: World, slowest_s: float) -> None:
         self.world = world
         self.slowest_s = slowest_s
         self.wires: list[tuple[Any, Wire]] = []
-        """with the process or launcher at the near end"""
+        """each with the process or launcher at its near end"""
         self.accept: Callable[[Wire, bool], None] | None = None
-        """the coordinator's door; None while nobody listens"""
+        """called with every new connection; None while no coordinator listens"""
         self.closed_until_s: dict[int, float] = {}
-        """by the owner's id: how long it cannot reach the coordinator"""
+        """id of the owner → until when it cannot reach the coordinator"""
 
     def dial(self, owner: Any, *, agent: bool = False) -> Wire | None:
-        """A connection to the coordinator; None if nobody answers."""
+        """Open a connection to the coordinator; None if it cannot be reached."""
         if self.accept is None or self.world.now_s < self.closed_until_s.get(id(owner), 0.0):
             return None
         wire = Wire(self.world, self.slowest_s)
@@ -115,5 +115,5 @@ class Network:
         return wire
 
     def of(self, owner: Any) -> list[Wire]:
-        """Its connections."""
+        """The connections of an owner."""
         return [wire for who, wire in self.wires if who is owner and not wire.cut]

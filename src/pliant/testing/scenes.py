@@ -1,7 +1,7 @@
-"""Scenes: what a seed is drawn from.
+"""The scenes that seeds are drawn from.
 
-Question  Which runs and which faults does a seed stand for?
-Holds     A scene's name and a seed give one scene, whatever else is added to this list.
+Question  Which run with which faults does a seed stand for?
+Holds     A name and a seed give one scene, whatever is added to this list later.
 Source    ours.
 """
 
@@ -44,7 +44,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "spares": ("kill", "kill", "join", "leave", "drain", "pause", "cut", "slow"),
     "saves": ("save", "save", "save", "hang", "kill", "join", "leave", "crash", "scale"),
 }  # fmt: skip
-"""scene → the faults that it is drawn from"""
+"""scene → kinds of faults in it"""
 
 
 def drawn(name: str, seed: int) -> Scene:
@@ -62,10 +62,10 @@ def drawn(name: str, seed: int) -> Scene:
         rule=Rule(chance.choice(("linear", "sqrt"))),
         momentum=chance.choice((0.0, 0.9)),
     )
-    # Drawn apart: a seed from before there was this rule stands for the same run as then, up to its rates.
+    # Drawn from a generator of its own: older seeds still stand for the same run, except for the rate rule.
     if random.Random(f"{name}/{seed}/rates").random() < 0.3:
         policy = replace(policy, rule=Rule("adascale"))
-    # Who breaks does not see the update that was under way: the user's counter differs from then on.
+    # A script that breaks does not see the update under way: the user's counter differs from then on.
     breaks = chance.choice((0.0, 0.0, 0.0, 0.01))
     epochs = chance.choice((1, 2, 3))
     length = chance.choice((30, 61, 90))
@@ -88,14 +88,14 @@ def drawn(name: str, seed: int) -> Scene:
         stream_s=chance.choice((0.005, 0.05)),
         stream_breaks=0.2 if name == "handoffs" else 0.0,
     )
-    # Drawn apart, too.
+    # Drawn from a generator of its own, too.
     following = random.Random(f"{name}/{seed}/updates")
     if following.random() < 0.5:
         steps = following.choice((None, None, None, following.randrange(2, 12)))
         evaluates = following.choice((0, 1, 2, 3))
         scene = replace(scene, follows_updates=True, evaluates=evaluates, steps=steps)
         if following.random() < 0.3:
-            # Some have nothing to compute, and go along.
+            # Some workers have nothing to compute, and follow.
             policy = replace(policy, batch=following.choice((2, 3)), floating=False, at_most=None)
             scene = replace(scene, policy=policy, length=30, epochs=min(2, scene.epochs), samples=None)
         saves_there = random.Random(f"{name}/{seed}/saves").random() < 0.5
@@ -105,16 +105,16 @@ def drawn(name: str, seed: int) -> Scene:
         scene = replace(scene, changes=changing.choice((1, 2, 3)), grows=changing.random() < 0.5)
     sized = random.Random(f"{name}/{seed}/sizes")
     if name == "streams":
-        # Newcomers come early, and the state takes them longer than some rounds.
+        # Newcomers come early and take longer than some rounds to fetch the state.
         large, slow_s = sized.choice((40 << 20, 24 << 20, 20 << 20)), sized.choice((0.3, 1.0, 2.0))
         late = sized.choice((0.0, 0.0, 0.5))
         scene = replace(scene, parameter_bytes=large, parameters_s=slow_s, late_heads=late, epochs=3, samples=None)
     elif sized.random() < 0.4:
-        # Three parameters come in three requests, in two, or in one; over a line that may take many rounds.
+        # Three parameters are fetched by one, two or three requests, over a connection that may take many rounds.
         large, slow_s = sized.choice((40 << 20, 24 << 20, 20 << 20)), sized.choice((0.05, 0.2, 0.5))
         scene = replace(scene, parameter_bytes=large, parameters_s=slow_s)
     if name in ("drift", "drifting"):
-        # Long enough for a difference to be seen, and for a second one.
+        # Long enough for a difference to be noticed, and a second one.
         watched = chance.choice((1, 1, 2))
         scene = replace(scene, policy=replace(policy, watched=watched), epochs=3, length=90, samples=None)
     if name == "evaluations":
@@ -138,7 +138,7 @@ def drawn(name: str, seed: int) -> Scene:
         count = chance.choice((0, 0, count))
     faults = tuple(_fault(chance, chance.choice(kinds), scene) for _ in range(count))
     if name == "drift" and chance.random() < 0.5:
-        # The same worker once more.
+        # The same worker again.
         faults += (replace(faults[-1], at_s=faults[-1].at_s + chance.uniform(0.1, 1.0), occasion=""),)
     if name in ("handoffs", "streams"):
         faults = (Fault("join", at_s=chance.uniform(0.2, 0.4)), *(_at_handoff(chance, fault) for fault in faults))
@@ -150,7 +150,7 @@ def drawn(name: str, seed: int) -> Scene:
 
 
 def _spares(chance: random.Random, scene: Scene) -> Scene:
-    """Some have nothing to compute: they go along, past what scripts do in the body of the loop and after it."""
+    """Some workers have nothing to compute: they follow, also through calls in the loop body and after the loop."""
     policy = replace(scene.policy, batch=chance.choice((1, 2, 2, 3)), floating=False, at_most=None)
     return replace(
         scene,
@@ -166,7 +166,7 @@ def _spares(chance: random.Random, scene: Scene) -> Scene:
 
 
 def _rewinds(chance: random.Random, scene: Scene) -> Scene:
-    """Everybody is lost at once, now and then twice, beside other faults. There are checkpoints, some damaged."""
+    """All workers are lost at once, sometimes twice, with other faults. There are checkpoints, some damaged."""
     faults: list[Fault] = []
     for _ in range(chance.choice((1, 1, 2))):
         at_s = chance.uniform(0.3, 1.2)
@@ -182,7 +182,7 @@ def _rewinds(chance: random.Random, scene: Scene) -> Scene:
 
 
 def _latecomers(chance: random.Random, scene: Scene) -> Scene:
-    """Everybody is lost at once, and some come while the rest are going on from a checkpoint already."""
+    """All workers are lost at once; some return when the others have resumed from a checkpoint already."""
     at_s = chance.uniform(0.3, 1.2)
     faults = [Fault("kill", at_s=at_s + chance.uniform(0.0, 0.01), whom=index) for index in range(6)]
     for _ in range(chance.choice((1, 1, 2))):
@@ -196,12 +196,12 @@ def _latecomers(chance: random.Random, scene: Scene) -> Scene:
 
 
 def _walls(chance: random.Random, scene: Scene) -> Scene:
-    """Newcomers that cannot be reached, or members that cannot reach each other; half the time nothing else."""
+    """Newcomers that cannot be reached, or members that cannot reach each other; half of the time no other fault."""
     alone = chance.random() < 0.5
     faults: list[Fault] = []
     for _ in range(chance.choice((1, 1, 2))):
         lasts_s = chance.choice((0.0, 0.0, 0.0, 1.0, 3.0))
-        # Not before the first era: there everybody is as new as they are.
+        # Not before the first era: there all workers are newcomers.
         nth = chance.randrange(4, 40)
         faults.append(Fault("wall", at_s=3.0, occasion="settled", nth=nth, lasts_s=lasts_s, whom=chance.randrange(2)))
     if not alone:
@@ -209,13 +209,13 @@ def _walls(chance: random.Random, scene: Scene) -> Scene:
         faults += [_fault(chance, chance.choice(kinds), scene) for _ in range(chance.choice((1, 1, 2)))]
     scene = replace(scene, epochs=3, length=90, samples=None, dead_after_s=min(1.0, scene.dead_after_s))
     if alone:
-        # Whatever else may end an era has scenes of its own.
+        # Other reasons for the end of an era have scenes of their own.
         scene = replace(scene, follows_updates=False, evaluates=0, nested=0, changes=0)
     return replace(scene, faults=tuple(faults), unbroken=alone, may_fail=not alone)
 
 
 def _lonely(chance: random.Random, scene: Scene) -> Scene:
-    """All who have the user's state die while it is on its way to newcomers; then one of these, or its line breaks."""
+    """All workers with the user's state die while newcomers fetch it; then a newcomer dies or loses its connection."""
 
     def at(occasion: str, what: str, whom: int, most_s: float, nth: int = 1, lasts_s: float = 0.0) -> Fault:
         delay_s = most_s * chance.random()
@@ -225,7 +225,7 @@ def _lonely(chance: random.Random, scene: Scene) -> Scene:
     nth = chance.randrange(1, 5)
     faults = [Fault("join", at_s=chance.uniform(0.1, 0.3), whom=1)]
     if chance.random() < 0.5:
-        # The last one to answer lets the others wait.
+        # The others wait for the last one to answer.
         faults.append(at("lacks state", "pause", workers + 1, 0.0, nth, lasts_s=chance.uniform(0.1, 0.4)))
     faults += [at("lacks state", "kill", 0, 0.08, nth) for _ in range(workers)]
     for _ in range(chance.choice((1, 2))):
@@ -234,7 +234,7 @@ def _lonely(chance: random.Random, scene: Scene) -> Scene:
         else:
             faults.append(at("lacking", "cut", -1, 0.03))
     scene = replace(scene, workers=workers, epochs=3, length=90, samples=None, state_s=chance.choice((0.3, 1.0)))
-    # A spare asks for the state with every update that the script follows: each would take as long.
+    # A spare asks for the state after every update that the script follows: each answer would take as long.
     scene = replace(scene, follows_updates=False, evaluates=0, nested=0, breaks=0.0)
     return replace(scene, faults=tuple(faults), may_fail=True, dead_after_s=2.0)
 

@@ -29,7 +29,7 @@ from pliant.testing.collective import VirtualForming
 from pliant.testing.disk import VirtualDisk, VirtualTask
 from pliant.testing.hosts import Host, VirtualLauncher
 from pliant.testing.invariants import Checker, Observer, Violation
-from pliant.testing.link import VirtualLink, connected
+from pliant.testing.link import VirtualLink
 from pliant.testing.meeting import Meetings
 from pliant.testing.memo import remembered
 from pliant.testing.network import Network
@@ -134,7 +134,7 @@ class Simulation:
         self.scene = scene
         self.seed = seed
         self.world = world = World(f"{scene.name} {seed}", trace=trace)
-        self.checker = Checker(world, reference=scene.policy.batch, buffers=scene.buffers)
+        self.checker = Checker(world, reference=scene.policy.batch)
         self.network = Network(world, scene.slowest_s)
         self.meetings = Meetings(world, scene.sum_s)
         self.streams = Streams(world, scene.stream_s)
@@ -381,7 +381,7 @@ class VirtualScript:
 
     def _connected(self) -> VirtualLink:
         try:
-            link = connected(self.process, self.simulation.network, self.slot, _VERSION)
+            link = VirtualLink(self.process, self.simulation.network, self.slot, _VERSION)
         except PliantError as error:
             if isinstance(error, Stopped) and error.completed:
                 raise SystemExit(0) from None

@@ -33,7 +33,7 @@ _attempts = itertools.count(1)
 
 
 class _Channel:
-    """A store in memory; one for all threads."""
+    """A store in memory, shared by all threads."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -53,7 +53,7 @@ class _Channel:
 
 @dataclass
 class WorkerRecord:
-    """What one worker settled, round by round."""
+    """What one worker has settled, round by round."""
 
     outcomes: list[Settled] = field(default_factory=list)
     tickets: list[list[Ticket]] = field(default_factory=list)
@@ -63,7 +63,7 @@ class WorkerRecord:
 
 
 class _Recorder:
-    """A witness that keeps what it sees, and stops its worker when another one has failed."""
+    """A journal in memory; stops its worker when another one has failed."""
 
     def __init__(self, record: WorkerRecord, failed: threading.Event) -> None:
         self._record = record

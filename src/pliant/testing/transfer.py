@@ -1,8 +1,9 @@
-"""Handing the state on, over a virtual network.
+"""The handoff of state, over a virtual network.
 
 Question  What can go wrong between a donor and a newcomer?
-Holds     As ``tensors.handoff``: the donor answers at a rest, as of the exchange asked for or a later one; answers come
-          in the order of the requests, each in its own time; a donor that goes fails its newcomers' ends in the middle.
+Holds     As in ``tensors.handoff``: the donor answers between two exchanges, as of the requested exchange or a later
+          one; answers come in the order of the requests, each after a time of its own; when a donor goes, the streams
+          to its newcomers break.
 Source    ours; docs/design/0007-elastic.md ("Handing the state on").
 """
 
@@ -33,13 +34,13 @@ class Streams:
         self.slowest_s = slowest_s
         self.donors: dict[str, VirtualDonor] = {}
         self.breaks = 0.0
-        """how likely a stream breaks in the middle of an answer"""
+        """probability that a stream breaks in the middle of an answer"""
         self.parameters_s = 0.0
-        """how much longer an answer with parameters takes at most"""
+        """additional time of an answer with parameters, at most"""
         self.late_heads = 0.0
-        """how likely the head of an answer comes as late as the tensors behind it"""
+        """probability that the head of an answer comes as late as its tensors"""
         self.state_s = 0.0
-        """how much longer the user's state takes than anything else"""
+        """additional time of the user's state"""
 
     def delay(self) -> float:
         part = self.world.random.random()
@@ -61,7 +62,7 @@ class VirtualDonor:
         process.ended.append(lambda status: self._hang_up())
 
     def serve(self, era: int, exchange: int, snapshot: Snapshot) -> None:
-        """The group is at rest after ``exchange``."""
+        """Answer what is due: the group is between two exchanges, after ``exchange``."""
         due = [each for each in self._waiting if is_due(*each.since, era, exchange)]
         self._waiting = [each for each in self._waiting if each not in due]
         self.pending = bool(self._waiting)
@@ -119,7 +120,7 @@ class VirtualRecipient:
         self._busy = False
         self._closed = False
         self._begun: tuple[int, float, float] | None = None
-        """the exchange of the answer that is arriving, when it began, when it will be here"""
+        """of the answer that is arriving: its exchange, when it began, when it will be complete"""
         self.failed: str | None = None
         donor = streams.donors.get(address)
         self._donor = donor
@@ -129,7 +130,7 @@ class VirtualRecipient:
             donor.recipients.append(self)
 
     def request(self, era: int, as_of: int, want: Sequence[str]) -> None:
-        """Ask for ``want`` as of an exchange or a later one; one request after another is under way."""
+        """Ask for ``want`` as of an exchange or a later one; requests are answered one after another."""
         if list(want) == [STATE]:
             self._streams.world.note("lacks state", self._process.name)
         self._asked.append(_VirtualRequest(self, era, as_of, list(want)))
@@ -148,7 +149,7 @@ class VirtualRecipient:
         return self._arrived.popleft() if self._arrived else None
 
     def begin(self, exchange: int, due_s: float) -> None:
-        """The head of an answer has come."""
+        """The head of an answer has arrived."""
         if not self._closed and self.failed is None:
             self._begun = exchange, self._streams.world.now_s, due_s
 
@@ -159,7 +160,7 @@ class VirtualRecipient:
         return exchange, min(1.0, (self._streams.world.now_s - since_s) / max(1e-9, due_s - since_s))
 
     def take(self, answer: Any) -> None:
-        """An answer has come."""
+        """An answer has arrived."""
         if self._closed or self.failed is not None or not self._process.alive:
             return
         self._arrived.append(answer)

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pliant.coordinator.status import Status
+from pliant.core.journal.records import JOURNAL
 from pliant.errors import PliantError, RunEnded, UsageError
 from pliant.launch import certificate_check, local, requests
 from pliant.launch.job import GRACE_S, NOTICE_EVERY_S
@@ -158,7 +159,7 @@ def coordinator(
 
 @app.command()
 def audit(
-    path: Annotated[Path, typer.Argument(metavar="JOURNAL", help="A run's journal.jsonl, or its directory.")],
+    path: Annotated[Path, typer.Argument(metavar="JOURNAL", help=f"A run's {JOURNAL}, or its directory.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quick: Annotated[
         bool,
@@ -171,9 +172,7 @@ def audit(
     """
     from pliant.ui import audit_command
 
-    path = path / "journal.jsonl" if path.is_dir() else path
-    if not path.is_file():
-        raise UsageError(f"no journal at {path}; it is journal.jsonl in the run's directory")
+    path = _journal_at(path)
     report = audit_command.audited(path, quick=quick)
     if as_json:
         print(json.dumps({"problems": report.problems, **report.summary}))
@@ -184,7 +183,7 @@ def audit(
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def replay(
-    path: Annotated[Path, typer.Argument(metavar="JOURNAL", help="A run's journal.jsonl, or its directory.")],
+    path: Annotated[Path, typer.Argument(metavar="JOURNAL", help=f"A run's {JOURNAL}, or its directory.")],
     script: Annotated[Path, typer.Argument(help="The script of that run; all that follows are its arguments.")],
     args: Annotated[list[str] | None, typer.Argument(help="The arguments it was run with.")] = None,
     since: Annotated[
@@ -200,9 +199,7 @@ def replay(
     """Compute a run again in one process and compare the results. Options come before JOURNAL."""
     from pliant.ui import replay_command
 
-    path = path / "journal.jsonl" if path.is_dir() else path
-    if not path.is_file():
-        raise UsageError(f"no journal at {path}; it is journal.jsonl in the run's directory")
+    path = _journal_at(path)
     if not script.is_file():
         raise UsageError(f"no script at {script}; give the path of the training script")
     if weights is not None and not weights.is_file():
@@ -311,6 +308,14 @@ def demo() -> None:
     from pliant.ui.demo import main as show
 
     raise typer.Exit(show())
+
+
+def _journal_at(path: Path) -> Path:
+    """The journal that is named, or that of the run directory that is named."""
+    path = path / JOURNAL if path.is_dir() else path
+    if not path.is_file():
+        raise UsageError(f"no journal at {path}; it is {JOURNAL} in the run's directory")
+    return path
 
 
 def _asked(path: str, directory: Path | None, address: str, token_file: Path | None, authority: Path | None) -> bytes:

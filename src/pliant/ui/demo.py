@@ -179,7 +179,7 @@ def _spec(results: Path) -> local.JobSpec:
 
 
 def _records(directory: Path) -> list[journal.Record]:
-    with (directory / "journal.jsonl").open("rb") as lines:
+    with (directory / journal.JOURNAL).open("rb") as lines:
         return list(journal.read(lines))
 
 

@@ -15,12 +15,11 @@ import msgspec
 
 from pliant.coordinator.journal import JournalFile, history
 from pliant.core.journal import records as journal
-from pliant.launch.run_directory import JOURNAL
 
 
 def told(question: str, directory: Path) -> bytes | None:
     """The answer to ``/status`` or ``/events`` as JSON; None if there is no journal."""
-    path = directory / JOURNAL
+    path = directory / journal.JOURNAL
     if not path.is_file():
         return None
     if question == "/events":

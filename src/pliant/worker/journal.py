@@ -13,13 +13,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from pliant.core import consistency, evaluation, ledger
+from pliant.core import ledger
 from pliant.core.group_state import GroupState
+from pliant.core.journal import mapping
 from pliant.core.journal import records as journal
 from pliant.core.regrouping import Entry
 from pliant.core.rounds import Settled
-from pliant.core.tickets import NOWHERE, Flag, Kind, Ticket
-from pliant.types import Span
+from pliant.core.tickets import Kind, Ticket
 
 
 class Journal(Protocol):
@@ -134,7 +134,7 @@ class JournalReporter:
             journal.EraRecord(
                 era=group.era,
                 roster=list(group.roster),
-                entries=None if entries is None else [_entry(entry) for entry in entries],
+                entries=None if entries is None else [mapping.entry_line(entry) for entry in entries],
                 void=0 if entries is None else group.round,
             )
         )
@@ -151,42 +151,27 @@ class JournalReporter:
     def opened(self, group: GroupState, openings: list[Ticket]) -> None:
         """All workers entered a phase; before the first one, and after a change, the policy is written."""
         self.confirmed()
-        policy = _policy(group, self._settings, self._parameters)
+        policy = mapping.policy_record(group, self._settings, self._parameters)
         if policy != self._announced:
             self._write(policy)
             self._announced = policy
         inside = group.open[-1] if group.open and group.phase.number == group.phases else None
-        present = consistency.opening(openings)
-        first = openings[present.index(True)]
-        self._write(
-            journal.PhaseRecord(
-                phase=group.phases,
-                task=first.kind.name.lower(),
-                epoch=first.epoch,
-                length=first.length,
-                limit=inside.ledger.limit if inside else 0,
-                sizes=[ticket.size for ticket in openings],
-                ahead=[ticket.ahead for ticket in openings],
-                order=first.order,
-                absent=[member for member, here in enumerate(present) if not here],
-                inner=bool(first.flags & Flag.INNER),
-                ready=[member for member, ticket in enumerate(openings) if ticket.flags & Flag.READY],
-                trained=_sets(self._trained, openings, wanted=True) if first.kind is Kind.TRAIN else [],
-            )
-        )
+        limit = inside.ledger.limit if inside else 0
+        phase = mapping.phase_record(group.phases, limit, openings, self._trained)
+        self._write(phase)
         self._trained = group.trained
         if inside is None:
-            self._write(journal.PhaseEndRecord(group.phases, [(0, first.length)] if first.length else []))
+            self._write(journal.PhaseEndRecord(group.phases, [(0, phase.length)] if phase.length else []))
 
     def settled(self, group: GroupState, outcome: Settled, handed_in: list[Ticket], rate: float) -> None:
         """An exchange of a phase was settled."""
         if all(ticket.phase == group.phases for ticket in handed_in):
             # Else it was in flight while an ``evaluate`` in the loop body came to its end.
             self.confirmed()
-        lines = [_line(ticket, spans) for ticket, spans in zip(handed_in, outcome.spans, strict=True)]
-        entered = [(m, t.size, t.ahead) for m, t in enumerate(handed_in) if t.flags & Flag.READY]
+        lines = [mapping.ticket_line(ticket, spans) for ticket, spans in zip(handed_in, outcome.spans, strict=True)]
+        entered = mapping.entered(handed_in)
         if outcome.kind is Kind.EVALUATE:
-            sums = evaluation.journaled(handed_in)
+            sums = mapping.sums_of(handed_in)
             self._write(journal.ExchangeRecord(group.era, outcome.phase, outcome.batch, lines, entered, sums))
         else:
             self._write(
@@ -209,10 +194,10 @@ class JournalReporter:
                     measured=outcome.measured,
                     noise_scale=_noise_scale(group) if outcome.measured else None,
                     scheduled_total=group.scheduled if group.scheduled != group.samples else None,
-                    drift=_drift(outcome),
+                    drift=mapping.drift_line(outcome.drift) if outcome.drift else None,
                     clip_norm=outcome.clip_norm,
-                    trained=_sets(self._trained, handed_in, wanted=False),
-                    wanted=_sets(self._trained, handed_in, wanted=True),
+                    trained=mapping.trained_sets(handed_in, self._trained, wanted=False),
+                    wanted=mapping.trained_sets(handed_in, self._trained, wanted=True),
                 )
             )
             self._trained = group.trained
@@ -224,71 +209,6 @@ class JournalReporter:
         self.records += 1
 
 
-def _entry(entry: Entry) -> journal.EntryLine:
-    return journal.EntryLine(
-        entry.active, list(entry.dropped), list(entry.kept), [point.packed for point in entry.points]
-    )
-
-
-def _policy(group: GroupState, settings: dict[str, str], parameters: str) -> journal.PolicyRecord:
-    policy = group.policy
-    return journal.PolicyRecord(
-        batch=policy.batch,
-        floating=policy.floating,
-        at_most=policy.at_most,
-        delay=policy.delay,
-        rule=str(policy.rule),
-        momentum=policy.momentum,
-        samples_limit=group.samples_limit,
-        trial=policy.trial,
-        settings=settings,
-        parameters=parameters,
-        updates_limit=group.updates_limit,
-        order=policy.order,
-    )
-
-
-def _sets(agreed: bytes, tickets: Sequence[Ticket], *, wanted: bool) -> list[str]:
-    """The sets of parameters that these tickets carry, where one of those who have a say is not the agreed one."""
-    sets = [ticket.wanted if wanted else ticket.trained for ticket in tickets]
-    if all(of == agreed or ticket.flags & Flag.FOLLOWING for of, ticket in zip(sets, tickets, strict=True)):
-        return []
-    return [of.hex() for of in sets]
-
-
-def _drift(outcome: Settled) -> journal.DriftLine | None:
-    differs = outcome.drift
-    if differs is None:
-        return None
-    return journal.DriftLine(
-        differs.round,
-        list(differs.digests),
-        list(differs.healed),
-        list(differs.expelled),
-        differs.donor,
-        list(differs.sketches),
-    )
-
-
 def _noise_scale(group: GroupState) -> float | None:
     scale = group.noise.scale
     return scale if scale is not None and math.isfinite(scale) else None
-
-
-def _line(ticket: Ticket, spans: Sequence[Span]) -> journal.TicketLine:
-    return journal.TicketLine(
-        spans=list(spans),
-        micro_batches=ticket.micro_batches,
-        samples=ticket.samples,
-        weight=ticket.weight,
-        busy_s=ticket.busy_s,
-        idle_s=ticket.idle_s,
-        sum_s=ticket.sum_s,
-        cost_s=ticket.cost_s,
-        # JSON has no infinity; a round with such a loss is marked by its flags.
-        loss_sum=ticket.loss_sum if math.isfinite(ticket.loss_sum) else 0.0,
-        squared_norm=ticket.squared_norm if math.isfinite(ticket.squared_norm) else 0.0,
-        scale=ticket.scale,
-        flags=int(ticket.flags),
-        point=None if ticket.point is NOWHERE or not ticket.point.handed_in else ticket.point.packed,
-    )

@@ -14,11 +14,10 @@ from msgspec.structs import replace
 
 from pliant.core import dealing, evaluation, regrouping, rounds
 from pliant.core.consistency import Mismatch
-from pliant.core.drift import Drift
 from pliant.core.group_state import GroupState, Policy, Standing, founded
+from pliant.core.journal import mapping
 from pliant.core.journal.records import (
     CheckpointRecord,
-    DriftLine,
     EndRecord,
     EraRecord,
     ExchangeRecord,
@@ -31,12 +30,10 @@ from pliant.core.journal.records import (
     RewindRecord,
     RoundRecord,
     RunRecord,
-    TicketLine,
 )
 from pliant.core.regrouping import Entry
 from pliant.core.rounds import Settled
-from pliant.core.tickets import Flag, Kind, Ticket
-from pliant.core.tuning import rates
+from pliant.core.tickets import Flag
 from pliant.types import Span, WorkerId
 
 # Longer lists of spans are shortened in a message.
@@ -124,7 +121,7 @@ class Replay:
             self._departed = (2 if group.overlap else 1) if with_samples else 0
             self._group = regrouping.switched(group, record.era, roster)
         else:
-            entries = [Entry(each.active, tuple(each.dropped), tuple(each.kept)) for each in record.entries]
+            entries = [mapping.entry_of(each) for each in record.entries]
             problem = _impossible(group, roster, entries)
             if problem is not None:
                 return [f"{where}: {problem}"]
@@ -146,19 +143,9 @@ class Replay:
     def _agree(self, record: PolicyRecord) -> list[str]:
         if self._group is None:
             return ["the policy is written before the first era"]
-        rule = rates.RULES.get(record.rule)
-        if rule is None:
+        policy = mapping.policy_of(record)
+        if policy is None:
             return [f"the policy's rule is {record.rule!r}, which this Pliant does not know"]
-        policy = Policy(
-            batch=record.batch,
-            floating=record.floating,
-            at_most=record.at_most,
-            delay=record.delay,
-            trial=record.trial,
-            rule=rule,
-            momentum=record.momentum,
-            order=record.order,
-        )
         if self._group.open and policy != self._group.policy:
             return [f"the policy changes inside phase {self._group.phase.number}"]
         self._agreed = True
@@ -174,31 +161,13 @@ class Replay:
             return [f"{where}: opens where the end of phase {self._ended.phase} is due"]
         if not len(record.sizes) == len(record.ahead) == len(group.roster):
             return [f"{where}: its sizes are not those of {len(group.roster)} workers"]
-        kind = Kind[record.task.upper()] if record.task in ("train", "evaluate") else None
+        kind = mapping.kind_of(record)
         if kind is None or min(record.sizes, default=0) < 1:
             return [f"{where}: {record.task!r} with sizes {record.sizes} is no phase"]
         strangers = {*record.absent, *record.ready} - set(range(len(group.roster)))
         if strangers or len(record.absent) >= len(group.roster):
             return [f"{where}: absent are {record.absent}, ready {record.ready} of {len(group.roster)} workers"]
-        openings = [
-            Ticket(
-                group.era,
-                group.round,
-                group.phases,
-                kind,
-                (Flag.FOLLOWING if member in record.absent else Flag.OPENING)
-                | (Flag.READY if member in record.ready else Flag.NONE)
-                | (Flag.INNER if record.inner and member not in record.absent else Flag.NONE),
-                record.epoch,
-                record.length,
-                record.order,
-                record.sizes[member],
-                record.ahead[member],
-                wanted=_set(record.trained, member, group),
-            )
-            for member in range(len(group.roster))
-        ]
-        after = rounds.opened(group, openings)
+        after = rounds.opened(group, mapping.openings_of(record, group, kind))
         if isinstance(after, Mismatch):
             return [f"{where}: {after.reason}"]
         self._group = after
@@ -215,22 +184,17 @@ class Replay:
         phase = group.phase
         if phase.number != record.phase or len(record.tickets) != len(group.roster):
             return [f"{where}: the decision code expects phase {phase.number} and {len(group.roster)} tickets"]
-        tickets = [_ticket(group, phase.kind, line) for line in record.tickets]
-        for member, size, ahead in record.entered:
+        tickets = [mapping.ticket_of(line, group, phase.kind) for line in record.tickets]
+        for member, size, _ in record.entered:
             if not 0 <= member < len(tickets) or not tickets[member].flags & Flag.READY or size < 1:
                 return [f"{where}: member {member} cannot enter with micro-batches of {size}"]
-            tickets[member] = replace(tickets[member], size=size, ahead=ahead)
+        tickets = mapping.with_entered(tickets, record.entered)
         if isinstance(record, RoundRecord):
-            tickets = _with_measures(record, tickets)
-            if record.trained or record.wanted or group.trained:
-                tickets = [
-                    replace(t, trained=_set(record.trained, m, group), wanted=_set(record.wanted, m, group))
-                    for m, t in enumerate(tickets)
-                ]
+            tickets = mapping.with_sets(record, mapping.with_measures(record, tickets), group.trained)
         elif record.sums:
             if len(record.sums) != len(tickets):
                 return [f"{where}: sums of {len(record.sums)} workers, {len(tickets)} handed in"]
-            tickets = [replace(t, sums=tuple(sums)) for t, sums in zip(tickets, record.sums, strict=True)]
+            tickets = mapping.with_sums(tickets, record.sums)
         for worker, hand, ticket in zip(group.roster, phase.ledger.hands, tickets, strict=True):
             if not 0 <= ticket.micro_batches <= hand.granted:
                 return [f"{where}: {worker} drew {ticket.micro_batches} micro-batches, {hand.granted} were granted"]
@@ -290,55 +254,6 @@ class Replay:
         return problems
 
 
-def _ticket(group: GroupState, kind: Kind, line: TicketLine) -> Ticket:
-    return Ticket(
-        group.era,
-        group.round,
-        group.phases,
-        kind,
-        _FLAGS[line.flags] if line.flags in _FLAGS else Flag(line.flags),
-        micro_batches=line.micro_batches,
-        samples=line.samples,
-        weight=line.weight,
-        busy_s=line.busy_s,
-        idle_s=line.idle_s,
-        sum_s=line.sum_s,
-        cost_s=line.cost_s,
-        loss_sum=line.loss_sum,
-        squared_norm=line.squared_norm,
-        scale=line.scale,
-    )
-
-
-def _set(written: Sequence[str], member: int, group: GroupState) -> bytes:
-    """The set of parameters that a member's ticket carried: what is written, or else what was agreed on."""
-    return bytes.fromhex(written[member]) if written else group.trained
-
-
-def _with_measures(record: RoundRecord, tickets: list[Ticket]) -> list[Ticket]:
-    """The tickets with what a round's record says once for all of them: here the first one who speaks says it."""
-    # The flag of most tickets is none, and that is soon seen.
-    speaking = (m for m, t in enumerate(tickets) if t.flags is Flag.NONE or not t.flags & Flag.FOLLOWING)
-    says = next(speaking, 0)
-    if record.momentum is not None:
-        tickets[says] = replace(tickets[says], momentum=record.momentum)
-    if record.clip_norm is not None:
-        tickets[says] = replace(tickets[says], clip_norm=record.clip_norm)
-    if record.measured is not None:
-        number, square = record.measured
-        tickets[says] = replace(tickets[says], measured_round=number, measured_norm=square)
-    if record.drift is not None:
-        sketches = record.drift.sketches or [0.0] * len(record.drift.digests)
-        for (member, arithmetic, digest), sketch in zip(record.drift.digests, sketches, strict=True):
-            if 0 <= member < len(tickets):
-                weighed = {"weights": digest, "arithmetic": arithmetic, "sketch": sketch}
-                weighed["weights_round"] = record.drift.round
-                tickets[member] = replace(tickets[member], **weighed)
-    return tickets
-
-
-# Making a flag of a number takes longer than the rest of a ticket.
-_FLAGS = {value: Flag(value) for value in range(64)}
 # Who breaks off or leaves hands in what it has.
 _SHORT = Flag.BREAK | Flag.LEAVING
 # Stands in until the policy is written, with the first phase.
@@ -390,19 +305,12 @@ def _differences(record: RoundRecord | ExchangeRecord, outcome: Settled) -> list
             problems.append(f"delay is {record.delay}, the decision code says {delay}")
         if record.measured != outcome.measured:
             problems.append(f"the norm {record.measured} is taken in, the decision code says {outcome.measured}")
-        theirs, ours = _drift(record.drift), outcome.drift
+        theirs, ours = record.drift and mapping.drift_of(record.drift), outcome.drift
         if theirs != ours:
             problems.append(f"drift is {theirs}, the decision code says {ours}")
         if record.applied != outcome.applied:
             problems.append(f"applied is {record.applied}, the decision code says {outcome.applied}")
     return problems
-
-
-def _drift(line: DriftLine | None) -> Drift | None:
-    if line is None:
-        return None
-    healed, expelled, sketches = tuple(line.healed), tuple(line.expelled), tuple(line.sketches)
-    return Drift(line.round, tuple(line.digests), healed, expelled, line.donor, sketches)
 
 
 def _measures(record: RoundRecord, group: GroupState) -> list[str]:

@@ -21,6 +21,9 @@ from pliant.core.group_state import PERMUTATION
 from pliant.core.tickets import Flag
 from pliant.errors import JournalError
 
+JOURNAL = "journal.jsonl"
+"""The file's name in a run directory."""
+
 VERSION = 1
 NONFINITE = int(Flag.NONFINITE)
 

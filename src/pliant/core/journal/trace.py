@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pliant.core.group_state import GroupState
+from pliant.core.journal import mapping
 from pliant.core.journal.decisions import Replay
 from pliant.core.journal.records import (
     CheckpointRecord,
@@ -39,7 +40,7 @@ from pliant.core.journal.records import (
 )
 from pliant.core.ledger import MicroBatch
 from pliant.core.rounds import Settled
-from pliant.core.tickets import NOWHERE, Flag, Kind, Point, point
+from pliant.core.tickets import NOWHERE, Flag, Kind, Point
 from pliant.errors import JournalError
 from pliant.types import WorkerId
 
@@ -246,22 +247,23 @@ class _Writing:
             part = TracedContribution(worker, number, hand.queue[: line.micro_batches], line)
             parts.append(part)
             if number and not line.flags & Flag.FOLLOWING:
-                if line.point is None:
+                where = mapping.point_of(line)
+                if where is None:
                     raise JournalError(
                         "the journal does not say where contributions were computed: an older Pliant wrote it"
                     )
-                self._handed_in(part, group.phase.number, point(*line.point))
+                self._handed_in(part, group.phase.number, where)
         return tuple(parts)
 
     def _lose(self, group: GroupState, record: EraRecord) -> None:
         """What survivors had handed in is lost; where they went on from there, it still counts."""
-        for worker, entry in zip(record.roster, record.entries or (), strict=True):
+        for worker, line in zip(record.roster, record.entries or (), strict=True):
+            entry = mapping.entry_of(line)
             if not entry.active:
                 self._last.pop(WorkerId(worker), None)
                 continue
             member = group.roster.index(WorkerId(worker))
-            for phase, dropped, packed in zip(group.open, entry.dropped, entry.points, strict=False):
-                where = point(*packed)
+            for phase, dropped, where in zip(group.open, entry.dropped, entry.points, strict=False):
                 if phase.kind is Kind.TRAIN and where.handed_in:
                     drawn = phase.ledger.hands[member].queue[:dropped]
                     self._handed_in(TracedContribution(WorkerId(worker), 0, drawn, None), phase.number, where)

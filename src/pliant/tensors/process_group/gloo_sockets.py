@@ -17,11 +17,12 @@ import socket
 import stat
 import struct
 import threading
-import weakref
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from pliant import forking
 
 _EPOLL = "anon_inode:[eventpoll]"
 _WATCHED = re.compile(r"^tfd:\s*(\d+) .*\bino:([0-9a-f]+)\b", re.MULTILINE)
@@ -29,8 +30,6 @@ _WATCHED = re.compile(r"^tfd:\s*(\d+) .*\bino:([0-9a-f]+)\b", re.MULTILINE)
 _SIOCOUTQ = 0x5411
 
 _making = threading.Lock()
-_known: weakref.WeakSet[GlooSockets] = weakref.WeakSet()
-_registered = False
 
 
 class GlooSockets:
@@ -45,7 +44,8 @@ class GlooSockets:
             new = [(loop, fd, inode) for loop, fd, inode in _all_watched() - before if _listens(fd, inode, address)]
         # If there are two, another thread has just opened a server of its own, and gloo's cannot be told from it.
         self._loop, self._listener = (new[0][0], new[0][2]) if len(new) == 1 else (None, 0)
-        _close_in_children(self)
+        # A forked loader that kept copies of the sockets would hide its parent's death from the peers.
+        forking.drop_in_children(self, GlooSockets.close_in_child)
 
     def cut(self) -> bool:
         """Shut down reading on all connections, upon which gloo closes them; False if they are not known."""
@@ -71,7 +71,6 @@ class GlooSockets:
 
     def release(self) -> None:
         """The device goes: its numbers may be anybody's from now on."""
-        _known.discard(self)
         self._loop = self.device = None
 
     def close_in_child(self) -> None:
@@ -162,18 +161,3 @@ def _watched(loop: int) -> list[tuple[int, int]]:
     except OSError:
         return []
     return [(int(fd), int(inode, 16)) for fd, inode in _WATCHED.findall(text)]
-
-
-def _close_in_children(wiring: GlooSockets) -> None:
-    """A forked loader that keeps copies of the sockets would hide its parent's death from the peers."""
-    global _registered
-    _known.add(wiring)
-    if not _registered and hasattr(os, "register_at_fork"):
-        _registered = True
-        os.register_at_fork(after_in_child=_close_all)
-
-
-def _close_all() -> None:
-    for wiring in list(_known):
-        wiring.close_in_child()
-    _known.clear()

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import os
+import functools
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from pliant import forking
 from pliant.tensors.process_group.gloo_sockets import GlooSockets
 
 # gloo resets connections that it closes: peers would lose data of the last sum that they have not received yet.
@@ -80,13 +81,13 @@ _groups: weakref.WeakSet[Leavable] = weakref.WeakSet()
 """Groups that were formed and perhaps not left yet."""
 _running: dict[threading.Thread, Callable[[], None] | None] = {}
 """Threads that may be inside gloo, each with a function that makes it end soon."""
-_registered = False
 
 
 def leave_at_exit(group: Leavable) -> None:
     """Leave the group at exit if the script has not: otherwise it would wait for its sums."""
     _settle_at_exit()
     _groups.add(group)
+    forking.drop_in_children(group, _forget_group)
 
 
 def in_background(body: Callable[[], None], name: str, hurry: Callable[[], None] | None = None) -> threading.Thread:
@@ -101,6 +102,7 @@ def in_background(body: Callable[[], None], name: str, hurry: Callable[[], None]
     _settle_at_exit()
     thread = threading.Thread(target=run, name=name, daemon=True)
     _running[thread] = hurry
+    forking.drop_in_children(thread, _forget_thread)
     try:
         thread.start()
     except RuntimeError:
@@ -109,13 +111,9 @@ def in_background(body: Callable[[], None], name: str, hurry: Callable[[], None]
     return thread
 
 
+@functools.cache
 def _settle_at_exit() -> None:
-    global _registered
-    if not _registered:
-        _registered = True
-        atexit.register(_settle)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=_forget)
+    atexit.register(_settle)
 
 
 def _settle() -> None:
@@ -131,9 +129,11 @@ def _settle() -> None:
         time.sleep(_LOOK_S)
 
 
-def _forget() -> None:
+def _forget_group(group: Leavable) -> None:
     """In a forked child there are no threads of gloo, and a destructor would wait for them."""
-    for group in list(_groups):
-        _never_destroy(group)
-    _groups.clear()
-    _running.clear()
+    _never_destroy(group)
+    _groups.discard(group)
+
+
+def _forget_thread(thread: threading.Thread) -> None:
+    _running.pop(thread, None)

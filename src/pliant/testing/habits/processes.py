@@ -25,6 +25,7 @@ import torch
 import pliant
 from pliant.coordinator.journal import history
 from pliant.core.journal.audit import audit
+from pliant.core.journal.records import JOURNAL
 from pliant.environment import current_job, plain_environment
 from pliant.errors import PliantError
 from pliant.launch import requests
@@ -109,7 +110,7 @@ def _until_left_out(run: Run) -> None:
 
 def _count(kind: str) -> int:
     """Records of this kind in the journal."""
-    return Path("job/journal.jsonl").read_bytes().count(b'"kind":"%s"' % kind.encode())
+    return Path("job", JOURNAL).read_bytes().count(b'"kind":"%s"' % kind.encode())
 
 
 class Interpret(Protocol):
@@ -153,7 +154,7 @@ def checked(habits: Habits, directory: Path, interpret: Interpret = executed) ->
     found = {path.name: path.read_text() for path in directory.glob("weights-*")}
     if not found or len(set(found.values())) > 1:
         raise ScriptMismatch(f"the workers end with other weights: {sorted(found.items())}")
-    report = audit(history(directory / "job" / "journal.jsonl"))
+    report = audit(history(directory / "job" / JOURNAL))
     if report.problems:
         raise ScriptMismatch(f"the journal is not in order: {report.problems}")
     _pliant(interpret, directory, "replay", "job", *script)

@@ -43,7 +43,7 @@ def be_impatient() -> None:
     from pliant.control import connect, link
     from pliant.launch import launcher
 
-    link.GIVE_UP_S, link.CONNECT_S, connect.CONNECT_S = AWAY_S, ANSWER_S, ANSWER_S
+    link.GIVE_UP_S, connect.CONNECT_S = AWAY_S, ANSWER_S
     launcher.RECONNECT_S, launcher.ANSWER_S = AWAY_S, ANSWER_S
 
 
