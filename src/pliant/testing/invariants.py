@@ -62,7 +62,7 @@ class Checker:
         self.forsaken = False
         """the last worker that held the state left as agreed, after those that were to go on had been lost"""
         self.relieved: set[str] = set()
-        """who holds the state, and others that do have begun an era without it"""
+        """who holds the state, and others have begun an era without it"""
         self.checkpoints = 0
         """number of checkpoints in the journal"""
         self.tainted = False
@@ -137,6 +137,9 @@ class Checker:
         if state is not group and state != group:
             raise Violation(f"{name} and {other} disagree about the state after {at}: {_difference(state, group)}")
         standing = group.standings[group.roster.index(link.worker)]  # type: ignore[arg-type]
+        self.relieved = (self.relieved | {other for other, (era, _) in self.holders.items() if era < group.era}) - {
+            str(worker) for worker in group.roster
+        }
         whole = training.held in (None, (1 << len(training.parameters)) - 1)
         if standing is Standing.FOLLOWING or not whole:
             if self.holders.pop(name, None) is not None:
@@ -145,9 +148,6 @@ class Checker:
         self.holders[name] = at
         if standing is Standing.LEAVING and len(self.holders) > 1:
             self._leavers.add(name)
-        self.relieved = (self.relieved | {other for other, (era, _) in self.holders.items() if era < group.era}) - {
-            str(worker) for worker in group.roster
-        }
         if training.held is not None:
             # The user's state has not arrived yet.
             return
@@ -260,7 +260,7 @@ class Checker:
         """
         if self.holders.keys() - {name}:
             self.holders.pop(name, None)
-        elif name in self._leavers:
+        elif name in self._leavers | self.relieved:
             self.forsaken = True
 
     def died(self, name: str) -> None:
