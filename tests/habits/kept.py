@@ -12,6 +12,45 @@ KEPT: list[Habits] = [
     Habits(model="cnn", channels_last=True, float32=True, optimizer="adagrad", kernel="fused", sizes=(4, 4)),
     # Alone with a scaler, the only pass of an update did not fit into memory.
     Habits(scaler=True, batch=3, sizes=(5,), events=(Event(at=3, what="oom"),)),
+    # The loss scale moved while a new group's gradients were outside of the layout: they were off by a factor of two.
+    Habits(
+        model="cnn",
+        norm=True,
+        optimizer="adam",
+        decay=0.01,
+        amsgrad=True,
+        maximize=True,
+        kernel="fused",
+        samples=26,
+        epochs=2,
+        batch=4,
+        sizes=(4, 2),
+        paces=(0.5, 0.5),
+        delay=1,
+        clip=0.05,
+        scaler=True,
+        inside=True,
+        tokens=True,
+        evaluates=True,
+        events=(Event(6, "clip", 1), Event(4, "add group", 1), Event(2, "clip off"), Event(4, "clip", 1)),
+    ),
+    # The same, where it shows in one worker's part at most times.
+    Habits(
+        model="outside",
+        norm=True,
+        momentum=0.9,
+        dampening=0.3,
+        groups=True,
+        samples=37,
+        floating=True,
+        sizes=(2, 1),
+        paces=(0.25, 1.0),
+        delay=1,
+        scaler=True,
+        hooks=True,
+        tokens=True,
+        events=(Event(2, "add group"), Event(4, "gather", 1)),
+    ),
 ]
 
 KEPT_PROCESSES: list[Habits] = [
