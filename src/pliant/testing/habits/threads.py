@@ -88,22 +88,25 @@ def compare_workers(diaries: Sequence[Diary], records: Sequence[WorkerRecord], *
 
 
 def compare_gathered(place: int, diary: Diary, first: Diary) -> None:
-    """Outputs of all samples are the same where two workers have them."""
-    there = {number: outputs for number, outputs in first.gathered if outputs is not None}
-    for number, outputs in diary.gathered:
-        if outputs is None or number not in there:
+    """Outputs of all samples are the same where two workers have those of one call.
+
+    Another call at the same update is dealt anew: in other micro-batches the last digit may be another one.
+    """
+    there = {(each.round, each.event): each.outputs for each in first.gathered}
+    for each in diary.gathered:
+        other = there.get((each.round, each.event))
+        if each.outputs is None or other is None:
             continue
-        if not all(torch.equal(a, b) for a, b in zip(outputs, there[number], strict=True)):
-            raise ScriptMismatch(f"worker {place} gathered other outputs after round {number} than worker 0")
+        if not all(torch.equal(a, b) for a, b in zip(each.outputs, other, strict=True)):
+            raise ScriptMismatch(f"worker {place} gathered other outputs after round {each.round} than worker 0")
 
 
 def count_gathered(habits: Habits, diaries: Sequence[Diary]) -> None:
     """Somebody has the outputs; all have, where everybody wants them."""
-    everywhere = not habits.does("gather")
-    for number in {number for diary in diaries for number, _ in diary.gathered}:
-        told = [outputs for diary in diaries for at, outputs in diary.gathered if at == number]
-        having = sum(outputs is not None for outputs in told)
-        if not having or (everywhere and having < len(told)):
+    for number, event in {(each.round, each.event) for diary in diaries for each in diary.gathered}:
+        told = [each for diary in diaries for each in diary.gathered if (each.round, each.event) == (number, event)]
+        having = sum(each.outputs is not None for each in told)
+        if not having or (habits.events[event].what == "gather everywhere" and having < len(told)):
             raise ScriptMismatch(f"of {len(told)} workers {having} have the outputs gathered after round {number}")
 
 
