@@ -88,6 +88,25 @@ KEPT: list[Habits] = [
         evaluates=True,
         events=(Event(5, "evaluate"), Event(4, "gather everywhere"), Event(4, "gather everywhere")),
     ),
+    # One left its loop while a round was in flight, and the other evaluated at that round's update: it is refused.
+    Habits(
+        optimizer="adamw",
+        decay=0.01,
+        maximize=True,
+        samples=25,
+        epochs=2,
+        batch=7,
+        sizes=(5, 6),
+        paces=(0.5, 0.25),
+        delay=1,
+        correction="none",
+        clip=0.05,
+        schedule="batch",
+        hooks=True,
+        events=(Event(1, "break alone"), Event(2, "gather"), Event(5, "break alone"), Event(6, "save", 1)),
+    ),
+    # It evaluated, too, but after its loop.
+    Habits(sizes=(4, 2), delay=1, evaluates=True, events=(Event(1, "break alone"), Event(2, "evaluate"))),
 ]
 
 KEPT_PROCESSES: list[Habits] = [
