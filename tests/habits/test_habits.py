@@ -17,6 +17,7 @@ from pliant.core import rounds
 from pliant.tensors import lookahead, weights
 from pliant.testing.habits import Event, Habits, command, packed, strategies, threads, unpacked
 from pliant.testing.habits.reference import ScriptMismatch
+from pliant.testing.habits.script import Diary, Gathered
 from pliant.testing.habits.shrinking import shrunk
 from pliant.worker.evaluation import predictions
 from pliant.worker.training import Training
@@ -154,6 +155,18 @@ def test_outputs_in_another_order_are_found(directory: Path, monkeypatch: pytest
     monkeypatch.setattr(predictions, "in_order", lambda found, length: in_order(found, length)[::-1])
     with pytest.raises(AssertionError, match="the outputs gathered are those of samples"):
         threads.checked(script, directory)
+
+
+def test_outputs_are_compared_with_those_of_the_same_call() -> None:
+    outputs = torch.rand(4, 3, dtype=torch.float64)
+    # In other micro-batches, say.
+    calls = [outputs, outputs * (1 + 1e-15)]
+    first, second = (Diary(gathered=[Gathered(5, event, list(each)) for event, each in enumerate(calls)]) for _ in "ab")
+    second.gathered.pop()
+    threads.compare_gathered(1, second, first)
+    second.gathered[0] = Gathered(5, 0, list(calls[1]))
+    with pytest.raises(ScriptMismatch, match="gathered other outputs after round 5"):
+        threads.compare_gathered(1, second, first)
 
 
 def test_an_update_too_many_is_found(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,30 @@ def test_a_contribution_that_was_begun_at_another_scale_is_divided_by_one() -> N
     training.close()
 
 
+def test_a_layer_that_is_not_in_the_layout_yet_is_divided_by_one_scale_too() -> None:
+    """It was unfrozen, and the group's agreement to that comes with the round whose update moves the scale."""
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    model[0].requires_grad_(False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1)
+    training = training_of(model, torch.optim.SGD(model.parameters(), lr=0.0), scaler=scaler)
+    x = torch.randn(8, 3)
+    training.backward(model(x).square().mean(), 8.0)
+    assert training.unscale() is not None
+    flying = training.gradients.hand_in(overlap=True, returning=False)
+    model[0].requires_grad_(True)
+    training.backward(model(x[:4]).square().mean(), 4.0)
+    training.apply(settled(), flying, 0b1100)
+    assert training.scale == 512.0
+    training.backward(model(x[4:]).square().mean(), 4.0)
+    training.gradients.lay_out(training.look())
+    training.unscale()
+    assert training.gradients.filling is not None
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    for view, gradient in zip(training.gradients.filling.views, expected, strict=True):
+        torch.testing.assert_close(view, gradient, rtol=1e-12, atol=1e-12)
+    training.close()
+
+
 def test_a_round_without_any_weight_says_nothing_about_the_scale() -> None:
     samples = [(torch.randn(6), 0) for _ in range(48)]
 

@@ -100,10 +100,17 @@ class FlatGradients:
         return sum(float(torch.linalg.vector_norm(flat)) ** 2 for flat in self.flats)
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients in place; a factor of one costs nothing."""
+        """Multiply all gradients in place; a factor of one costs nothing.
+
+        Those outside of the layout, too: they may be laid out later (``laid_out_for``).
+        """
         if factor != 1.0:
             for flat in self.flats:
                 flat.mul_(factor)
+            for gradient in self.loose.values():
+                if gradient is not None:
+                    # ``.data`` has a version counter of its own: the script has not changed the gradient.
+                    gradient.data.mul_(factor)
 
     def scaled_norm(self, part: int, factor: float) -> float:
         """Multiply one bucket in place and return its squared norm afterwards."""

@@ -279,9 +279,9 @@ class Reference:
             for at, result in diary.results:
                 if after < at <= number:
                     self._compare_result(result, number)
-            for at, outputs in diary.gathered:
-                if after < at <= number and outputs is not None:
-                    self._compare_outputs(torch.stack(outputs), number)
+            for each in diary.gathered:
+                if after < each.round <= number and each.outputs is not None:
+                    self._compare_outputs(torch.stack(each.outputs), number)
         for at, path in self._diaries[0].saved:
             if after < at <= number:
                 self._compare_saved(path, number)

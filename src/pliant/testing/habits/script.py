@@ -48,6 +48,17 @@ class Drawn:
     """its backward pass did not come to its end"""
 
 
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What one call of ``evaluate`` has gathered."""
+
+    round: int
+    event: int
+    """which event of the script it was"""
+    outputs: list[Tensor] | None
+    """in the order of the dataset; None: they are another worker's"""
+
+
 @dataclass
 class Diary:
     """What one worker's script has done."""
@@ -60,8 +71,7 @@ class Diary:
     """what was trained at the beginning of each epoch"""
     results: list[tuple[int, float]] = field(default_factory=list)
     """(round, result of evaluate)"""
-    gathered: list[tuple[int, list[Tensor] | None]] = field(default_factory=list)
-    """(round, outputs in the order of the dataset; None: they are another worker's)"""
+    gathered: list[Gathered] = field(default_factory=list)
     bounds: list[tuple[int, float | None]] = field(default_factory=list)
     """(round, bound on the gradient's norm that was set after it)"""
     saved: list[tuple[int, Path]] = field(default_factory=list)
@@ -166,18 +176,18 @@ class DrawnScript:
         breaks, self._broke = due and not self._broke, self._broke or due
         return breaks
 
-    def _due(self, run: Run, kind: frozenset[What]) -> list[Event]:
+    def _due(self, run: Run, kind: frozenset[What]) -> dict[int, Event]:
         """What all workers do now. Which of it is done travels with the state: a newcomer does nothing twice."""
-        due: list[Event] = []
+        due: dict[int, Event] = {}
         for number, event in enumerate(self.habits.events):
             if event.what in kind and event.at <= run.round and not run.state["done"] >> number & 1:
                 run.state["done"] |= 1 << number
-                due.append(event)
+                due[number] = event
         return due
 
     def _change(self, run: Run) -> None:
         """Change the trained set, at an update or between epochs."""
-        for event in self._due(run, SET):
+        for event in self._due(run, SET).values():
             if event.what == "freeze alone" and event.place != self._place:
                 continue
             self.diary.changes.append((run.round, event))
@@ -186,18 +196,18 @@ class DrawnScript:
     def _act(self, run: Run, kind: frozenset[What]) -> bool:
         """All workers are at the same update now; whether they leave the loop."""
         due = self._due(run, kind)
-        for event in due:
+        for number, event in due.items():
             if event.what in ("save", "slow save"):
                 self._save(run, event)
             elif event.what in CLIP:
                 run.clip_norm = BOUND if event.what == "clip" else None
                 self.diary.bounds.append((run.round, run.clip_norm))
             elif event.what in GATHER:
-                self._gather(run, everywhere=event.what == "gather everywhere")
+                self._gather(run, number, everywhere=event.what == "gather everywhere")
             elif event.what != "break":
                 for _ in range(2 if event.what == "evaluate twice" else 1):
                     self._evaluate(run)
-        return any(event.what == "break" for event in due)
+        return any(event.what == "break" for event in due.values())
 
     def _save(self, run: Run, event: Event) -> None:
         path = self._directory / f"round-{run.round}.safetensors"
@@ -209,11 +219,12 @@ class DrawnScript:
         else:
             run.save(path)
 
-    def _gather(self, run: Run, *, everywhere: bool) -> None:
+    def _gather(self, run: Run, event: int, *, everywhere: bool) -> None:
         found = run.evaluate(self._predict, self._tests, size=3, gather=True, everywhere=everywhere)
         if found is not None and [each["index"] for each in found] != list(range(TESTED)):
             raise AssertionError(f"the outputs gathered are those of samples {[each['index'] for each in found]}")
-        self.diary.gathered.append((run.round, None if found is None else [each["outputs"] for each in found]))
+        outputs = None if found is None else [each["outputs"] for each in found]
+        self.diary.gathered.append(Gathered(run.round, event, outputs))
 
     def _predict(self, batch: Batch) -> dict[str, Any]:
         return {"outputs": self.kit.outputs(batch), "index": batch[3].tolist()}

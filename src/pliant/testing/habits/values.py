@@ -38,10 +38,13 @@ SET: frozenset[What] = frozenset({"freeze", "unfreeze", "add group", "freeze alo
 GATHER: frozenset[What] = frozenset({"gather", "gather everywhere"})
 """``evaluate`` that collects the output of every sample"""
 
+EVALUATE: frozenset[What] = GATHER.union(("evaluate", "evaluate twice"))
+"""what all workers compute together"""
+
 CLIP: frozenset[What] = frozenset({"clip", "clip off"})
 """another bound on the gradient's norm"""
 
-FOLLOW: frozenset[What] = GATHER.union(CLIP, ("evaluate", "evaluate twice", "save", "slow save"))
+FOLLOW: frozenset[What] = EVALUATE.union(CLIP, ("save", "slow save"))
 """what all workers do at the same update: in the body of the loop, or in ``on_update``"""
 
 UPDATE: frozenset[What] = FOLLOW.union(("break",))
