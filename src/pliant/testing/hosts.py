@@ -1,10 +1,10 @@
-"""The coordinator's machine, and a launcher.
+"""The machines of the coordinator and of launchers.
 
-Question  Who starts, ends and restarts virtual processes, and what survives a crash of the coordinator?
-Holds     The coordinator is the real one, fed with decoded messages and ticks. The disk survives its crash, perhaps
-          with a torn last line; its term is higher every time. A launcher behaves as ``launch.launcher``: it reports
-          ends, repeats them after a reconnection, and starts the coordinator again when it has died.
-Source    ours; coordinator/service.py, launch/launcher.py, launch/worker_processes.py.
+Question  Where do virtual processes run, and what survives a crash of the coordinator?
+Holds     The coordinator, the launcher, its slots and its supervisor are the production code. Virtual are what they
+          have to do with: processes, connections, the disk and the clock. The disk survives a crash, perhaps with a
+          torn last line; the coordinator's term is higher every time.
+Source    ours; coordinator/service.py, launch/launcher_loop.py, launch/worker_processes.py.
 """
 
 from __future__ import annotations
@@ -13,21 +13,26 @@ import contextlib
 import io
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from websockets.exceptions import ConnectionClosed
 
 from pliant.control import messages
+from pliant.coordinator import service
 from pliant.coordinator.coordinator import Coordinator
 from pliant.coordinator.journal import JournalFile
 from pliant.coordinator.run_spec import RunSpec
-from pliant.coordinator.service import TICK_S
 from pliant.core.membership import events
-from pliant.errors import UsageError
+from pliant.errors import Refused, UsageError
+from pliant.launch.coordinator_supervisor import CoordinatorSupervisor
+from pliant.launch.job import JobSpec, Silent
+from pliant.launch.launcher import RETRY_S, TICK_S, Launcher
+from pliant.launch.worker_processes import ProcessEnded, SlotProcesses
 from pliant.testing.clock import Process, World
 from pliant.testing.network import End, Network, Wire
 
-_RETRY_S = 0.2
+_VERSION = "sim"
 
 
 class _Path:
@@ -107,8 +112,27 @@ class _Peer:
         self._end.close()
 
 
+class _CoordinatorProcess:
+    """A coordinator's process, as its supervisor sees it."""
+
+    def __init__(self, ended: Callable[[int], None]) -> None:
+        self.is_alive = True
+        self._ended = ended
+
+    def tell(self) -> None:
+        """The system reports its end."""
+        if self.is_alive:
+            self.is_alive = False
+            self._ended(-9)
+
+    def dispose(self) -> None: ...
+
+
 class Host:
-    """Where the coordinator runs."""
+    """Where the coordinator runs: ``launch.coordinator_supervisor.CoordinatorHost``."""
+
+    has_journal = True
+    log = "coordinator.log"
 
     def __init__(self, world: World, network: Network, charter: RunSpec) -> None:
         self.world = world
@@ -125,12 +149,24 @@ class Host:
         self._numbers = itertools.count(1)
         self._ends: list[End] = []
         self._late: list[Callable[[], None]] = []
-        self.start()
+        self._process = _CoordinatorProcess(lambda status: None)
 
-    def start(self) -> None:
-        """Begin, or begin again under a higher term."""
-        if self.coordinator is not None or self.end is not None:
-            return
+    def make_again(self) -> bool:
+        """The virtual run directory is never removed."""
+        return False
+
+    def last_words(self) -> str:
+        """Nothing is written to the log."""
+        return ""
+
+    def begin(self, how: str, term: int, ended: Callable[[int], None]) -> _CoordinatorProcess:
+        """Start a coordinator, under a higher term than any before; none once the run has ended."""
+        self._process = _CoordinatorProcess(ended)
+        if self.end is None:
+            self._start()
+        return self._process
+
+    def _start(self) -> None:
         self.term += 1
         world = self.world
         world.note("coordinator", self.term)
@@ -155,10 +191,14 @@ class Host:
         self.network.accept = self._accept
         self._tick(self.coordinator)
 
-    def crash(self) -> None:
-        """It dies; connections break, the disk stays."""
-        if self.coordinator is None:
-            return
+    def crash(self, told_s: float) -> None:
+        """It dies: connections break, the disk stays. Its supervisor is told of it after so many seconds."""
+        process = self._process
+        if self.coordinator is not None:
+            self._die()
+        self.world.after(told_s, process.tell)
+
+    def _die(self) -> None:
         world = self.world
         world.note("crash", self.term)
         self.coordinator, self.network.accept = None, None
@@ -174,7 +214,7 @@ class Host:
             return
         if self.world.now_s >= self.asleep_until_s:
             self._do(coordinator, lambda: coordinator.handle(events.Tick(), self.world.now_s))
-        self.world.after(TICK_S, lambda: self._tick(coordinator))
+        self.world.after(service.TICK_S, lambda: self._tick(coordinator))
 
     def sleep(self, seconds: float) -> None:
         """The coordinator's machine stands still for a while."""
@@ -223,124 +263,164 @@ class Host:
         self._do(coordinator, lambda: (coordinator.agent_connected if agent else coordinator.connected)(peer))
 
 
+class _VirtualSlotProcess:
+    """A worker's process as its launcher sees it: ``launch.worker_processes.SlotProcess``."""
+
+    error = ""
+
+    def __init__(self, process: Process, signalled: Callable[[Process], None]) -> None:
+        self.process = process
+        self.slot, self.pid = process.name, process.pid
+        self.is_alive = True
+        self._signalled = signalled
+
+    def signal(self, number: int) -> None:
+        if self.process.alive:
+            self.process.world.note("terminate", self.slot)
+            self._signalled(self.process)
+
+    def kill(self) -> None:
+        self.process.kill(-9)
+
+    def pause(self) -> None: ...
+
+    def dispose(self) -> None: ...
+
+
+class _VirtualAgentLink:
+    """A launcher's connection: ``control.agent_link.AgentLink``."""
+
+    def __init__(self, end: End) -> None:
+        self.end = end
+        self.answered = False
+
+    def send(self, message: messages.FromAgent) -> None:
+        with contextlib.suppress(ConnectionClosed):
+            self.end.send(messages.encode(message))
+
+
 class VirtualLauncher:
-    """A launcher with its processes."""
+    """The real launcher, on a virtual machine."""
 
     def __init__(
         self,
         world: World,
         network: Network,
         start: Callable[[str, int, Callable[[Process, int], None]], Process],
+        signalled: Callable[[Process], None],
         *,
         workers: int,
-        owner: bool,
         host: Host | None,
         grace_s: float,
     ) -> None:
+        """``host``: where the coordinator of its own run is started; None: it joins another one's run."""
         self.world = world
         self._network = network
         self._start = start
-        self._workers = workers
-        self._owner = owner
-        self._host = host
-        self._grace_s = grace_s
-        self._name = ""
-        self._end: End | None = None
-        self._pids = itertools.count(1000 if owner else 2000)
+        self._signalled = signalled
+        self._pids = itertools.count(1000 if host is not None else 2000)
+        self._link: _VirtualAgentLink | None = None
+        self._refusal: messages.Over | None = None
         self.processes: dict[str, Process] = {}
-        self.exits: dict[str, messages.Exited] = {}
-        self.over: messages.Over | None = None
+        """the last one of each slot"""
+        coordination = None
+        if host is not None:
+            coordination = CoordinatorSupervisor(host, clock=world.clock)
+            coordination.start()
+        slots = SlotProcesses(self._started, grace_s, world.after, world.clock)
+        spec = JobSpec("script.py", workers=workers, grace_s=grace_s)
+        self._launcher = Launcher(spec, Silent(), Path("sim"), "", slots, coordination, world.clock)
         world.after(0.0, self._connect)
+        self._tick()
 
-    # -- the coordinator
+    @property
+    def name(self) -> str:
+        """Given by the coordinator; empty before it has let the launcher in."""
+        return self._launcher.name
+
+    @property
+    def over(self) -> messages.Over | None:
+        """How the run has ended for it."""
+        return self._launcher.end or self._refusal
+
+    def _tick(self) -> None:
+        if self.over is None:
+            self._launcher.tick()
+            self.world.after(TICK_S, self._tick)
+
+    # -- the connection
 
     def _connect(self) -> None:
+        """The owner's listening socket outlives the coordinator: a connection waits for the next one."""
         if self.over is not None:
             return
         wire = self._network.dial(self, agent=True)
         if wire is None:
-            self.world.after(_RETRY_S, self._connect)
+            self.world.after(RETRY_S, self._connect)
             return
-        end = self._end = wire.near
-        end.received = lambda frame: self._received(end, messages.decode_to_agent(frame))
-        end.lost = lambda: self._lost(end)
-        names = list(self.processes)
-        wanted = 0 if self._name else self._workers
-        self._send(messages.Enlist(self._name, self._version, names, wanted, self._owner))
+        link = self._link = _VirtualAgentLink(wire.near)
+        link.end.received = lambda frame: self._received(link, messages.decode_to_agent(frame))
+        link.end.lost = lambda: self._lost(link)
+        link.send(self._launcher.enlist(_VERSION))
 
-    _version = "sim"
-
-    def _lost(self, end: End) -> None:
-        if end is self._end:
-            self._end = None
-            self.world.after(_RETRY_S, self._connect)
-
-    def _send(self, message: messages.FromAgent) -> None:
-        if self._end is not None:
-            with contextlib.suppress(ConnectionClosed):
-                self._end.send(messages.encode(message))
-
-    def _received(self, end: End, message: messages.ToAgent) -> None:
-        if end is not self._end:
+    def _received(self, link: _VirtualAgentLink, message: messages.ToAgent) -> None:
+        if link is not self._link:
             return
+        if link.answered:
+            self._launcher.received(message)
+        else:
+            self._enlisted(link, message)
+        if self._launcher.has_heard_the_end:
+            self._close(link)
+
+    def _enlisted(self, link: _VirtualAgentLink, message: messages.ToAgent) -> None:
         match message:
-            case messages.Enlisted(agent=agent, slots=slots):
-                if not self._name:
-                    self._name = agent
-                    for slot in slots:
-                        self.start(slot)
-                for exited in self.exits.values():
-                    self._send(exited)
-            case messages.Start(slot=slot):
-                self.start(slot)
-            case messages.Terminate(slot=slot):
-                self.terminate(slot)
-            case messages.Kill(slot=slot):
-                if slot in self.processes:
-                    self.processes[slot].kill(-9)
-            case messages.Over():
-                self.over = message
-                self.world.note("over", message.reason)
-                end.close()
+            case messages.Enlisted() | messages.Over():
+                link.answered = True
+                self._launcher.connected(link, message)
             case messages.Refuse(reason=reason):
-                self.over = messages.Over(reason, completed=False, exit_status=1)
+                self._refuse(Refused(reason))
             case _:
                 pass
 
+    def _refuse(self, error: Refused) -> None:
+        try:
+            self._launcher.refused(error)
+        except Refused:
+            # Its command ends with this line.
+            self._refusal = messages.Over(str(error), completed=False, exit_status=1)
+
+    def _close(self, link: _VirtualAgentLink) -> None:
+        self._link = None
+        self._launcher.disconnected()
+        self._launcher.closed()
+        if self.over is not None:
+            self.world.note("over", self.over.reason)
+        link.end.close()
+
+    def _lost(self, link: _VirtualAgentLink) -> None:
+        if link is not self._link:
+            return
+        self._link = None
+        self._launcher.disconnected()
+        self._launcher.closed()
+        self._launcher.seek()
+        self.world.after(RETRY_S, self._connect)
+
     # -- processes
 
-    def start(self, slot: str) -> None:
-        """Start the slot's process, unless it runs."""
-        if slot in self.processes and self.processes[slot].alive:
-            return
+    def _started(self, slot: str, place: int, ended: ProcessEnded) -> _VirtualSlotProcess:
         pid = next(self._pids)
-        self.exits.pop(slot, None)
         self.world.note("start", slot, pid)
-        self.processes[slot] = self._start(slot, pid, self._ended)
 
-    def _ended(self, process: Process, status: int) -> None:
-        self.world.note("exit", process.name, process.pid, status)
-        exited = messages.Exited(process.name, process.pid, status)
+        def over(process: Process, status: int) -> None:
+            self.world.note("exit", process.name, process.pid, status)
+            self.world.after(self.world.between(0.001, 0.02), lambda: tell(status))
 
-        def tell() -> None:
-            if self.processes.get(process.name) is process:
-                self.exits[process.name] = exited
-                self._send(exited)
+        def tell(status: int) -> None:
+            started.is_alive = False
+            ended(started, status)
 
-        self.world.after(self.world.between(0.001, 0.02), tell)
-
-    def terminate(self, slot: str) -> None:
-        """SIGTERM, and SIGKILL after the grace."""
-        process = self.processes.get(slot)
-        if process is None or not process.alive:
-            return
-        self.world.note("terminate", slot)
-        self.signal(process)
-        self.world.after(self._grace_s, lambda: process.kill(-9))
-
-    signal: Callable[[Process], None] = staticmethod(lambda process: process.kill(-15))
-
-    def revive(self) -> None:
-        """The coordinator has died: start it again."""
-        if self._host is not None:
-            self._host.start()
+        process = self.processes[slot] = self._start(slot, pid, over)
+        started = _VirtualSlotProcess(process, self._signalled)
+        return started
