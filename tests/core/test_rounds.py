@@ -38,7 +38,7 @@ def positions(play: SteadyHistory, phase: int) -> tuple[list[int], list[int]]:
     return used, cut
 
 
-@settings(max_examples=80)
+@settings(max_examples=60)
 @given(scenes())
 def test_every_position_once_or_cut_whatever_happens(scene: SteadyScene) -> None:
     play = played(scene)
@@ -51,7 +51,7 @@ def test_every_position_once_or_cut_whatever_happens(scene: SteadyScene) -> None
         assert not cut or phase.limit == 0 or any(call.exits for call in scene.script)
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(scenes())
 def test_all_workers_reach_the_same_states(scene: SteadyScene) -> None:
     leader, *others = played(scene).members
@@ -60,7 +60,7 @@ def test_all_workers_reach_the_same_states(scene: SteadyScene) -> None:
         assert member.group == leader.group
 
 
-@settings(max_examples=80)
+@settings(max_examples=60)
 @given(scenes())
 def test_a_round_that_is_seen_finds_everyone_who_takes_part_in_its_step(scene: SteadyScene) -> None:
     play = played(scene)
@@ -84,7 +84,7 @@ def test_a_round_that_carries_a_break_ends_the_phase_and_is_not_seen(scene: Stea
             assert not outcome.seen
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(scenes())
 def test_rounds_count_what_they_were_handed(scene: SteadyScene) -> None:
     total = 0
@@ -153,7 +153,7 @@ def slowest_s(scene: SteadyScene) -> float:
     return max((size + 1) / speed for size, speed in zip(scene.sizes, scene.speeds, strict=True))
 
 
-@settings(max_examples=70)
+@settings(max_examples=40)
 @given(measured_scenes())
 @example(CRUMBS)
 @example(FAST_AND_SLOW)
@@ -171,7 +171,7 @@ def test_with_an_open_batch_nobody_waits_in_mid_epoch(scene: SteadyScene) -> Non
     assert mid_idle(played(scene), 2) <= 0.01
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(measured_scenes(), st.sampled_from([1, 2, 4]))
 def test_a_fixed_batch_ends_together_too_where_shares_are_not_at_the_floor(scene: SteadyScene, times: int) -> None:
     batch = int(2 * times * sum(scene.speeds) / min(scene.speeds))
