@@ -24,7 +24,7 @@ from pliant.launch.run_directory import JOURNAL, LOGS, PRIVATE, TOKEN
 
 DEATHS = 5
 WITHIN_S = 10.0
-"""So many deaths within this time are borne; one more is not."""
+"""After more deaths than ``DEATHS`` within this time the coordinator is given up."""
 
 REFUSED_EXIT = 3
 """The coordinator says itself, in its last line, why it cannot be started: another try would not help."""
@@ -35,7 +35,7 @@ class CoordinatorChild(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Its end was not told yet."""
+        """Whether its end was not told yet."""
         ...
 
     def dispose(self) -> None: ...
@@ -67,12 +67,12 @@ class CoordinatorSupervisor:
     """Starts the coordinator and counts its deaths."""
 
     def __init__(self, host: CoordinatorHost, how: str = "start", clock: Callable[[], float] = time.monotonic) -> None:
-        """``how`` it begins; once it has died it resumes the run."""
+        """``how`` the first coordinator begins; the next ones resume the run."""
         self._host = host
         self._how = how
         self._clock = clock
         self.term = 0
-        """of the last one that was heard"""
+        """of the last coordinator that the launcher has heard from"""
         self.died: Callable[[], None] = lambda: None
         """called when it has ended"""
         self._deaths: deque[float] = deque(maxlen=DEATHS + 1)
@@ -100,7 +100,7 @@ class CoordinatorSupervisor:
         return self.term > 0 and not self._host.has_journal
 
     def hopeless(self) -> str | None:
-        """Why there is no use in starting it again."""
+        """Why it is not to be started again; None: it is."""
         if self._status == REFUSED_EXIT:
             return self._host.last_words()
         if len(self._deaths) > DEATHS and self._deaths[-1] - self._deaths[0] <= WITHIN_S:

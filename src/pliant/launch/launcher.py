@@ -44,7 +44,7 @@ from pliant.launch.job import JobSpec, Screen
 from pliant.launch.worker_processes import SlotProcesses
 
 TICK_S = 0.1
-"""How often what was held back is shown and time is let pass."""
+"""How often ``tick`` is to be called."""
 
 RETRY_S = 0.2
 """Between two attempts to reach the coordinator."""
@@ -53,11 +53,11 @@ RECONNECT_S = 30.0
 """How long a coordinator on another machine may be away before its workers are ended."""
 
 IDLE_RECONNECT_S = 2.0
-"""The same for a launcher without a living worker: nothing is lost by going."""
+"""The same for a launcher without a living worker: nothing is lost if it ends."""
 
 JOIN_S = 60.0
-"""A script that has not called ``join`` by then mostly never will; downloads and imports may take longer, so that it is
-told and nothing is done about it."""
+"""A script that has not called ``join`` by then probably never will. Downloads and imports may take longer, so the
+user is told, and nothing else is done."""
 
 _NOT_JOINED = ("starting", "restarting", "ended")
 """States of a worker whose script may never have called ``join``."""
@@ -66,7 +66,7 @@ ALONE_S = 5.0
 """After a signal without a coordinator, and between SIGTERM and SIGKILL when the launcher itself ends the workers."""
 
 PATIENCE = 3
-"""With this signal the launcher no longer waits for anybody; the second one made the coordinator kill."""
+"""Signals after which the launcher waits for no process any more; the second one made the coordinator kill."""
 
 
 class Outbox(Protocol):
@@ -119,11 +119,11 @@ class Launcher:
     # -- the connection
 
     def seek(self) -> None:
-        """From now on it looks for a coordinator."""
+        """The launcher begins to look for a coordinator."""
         self._lost_s = self._clock()
 
     def enlist(self, version: str) -> Enlist:
-        """What it says first on a new connection."""
+        """The first message on a new connection."""
         return Enlist(
             agent=self.name,
             version=version,
@@ -137,7 +137,7 @@ class Launcher:
         self._lost_s = self._clock()
 
     def unreachable(self, error: Unreachable) -> None:
-        """An attempt to reach the coordinator has failed. Raises the error where the launcher cannot even begin."""
+        """An attempt to reach the coordinator has failed. Raises the error where the launcher has not begun yet."""
         if self._coordination is not None:
             return
         if not self.name:
@@ -145,7 +145,7 @@ class Launcher:
         self._lose_hope(str(error), self._clock() - self._lost_s)
 
     def refused(self, error: PliantError) -> None:
-        """What answers will not have it. Raises the error where the launcher cannot even begin."""
+        """A coordinator has refused this launcher. Raises the error where the launcher cannot even begin."""
         if not self.name:
             raise error
         self._close(Over(str(error), completed=False, exit_status=1))
@@ -159,7 +159,7 @@ class Launcher:
         self._report(link, answer)
 
     def received(self, message: ToAgent) -> None:
-        """The coordinator says something."""
+        """A message of the coordinator has arrived."""
         match message:
             case Start(slot=slot):
                 self._slots.start(slot)
@@ -200,7 +200,7 @@ class Launcher:
             self._revive()
 
     def _report(self, link: Outbox, enlisted: Enlisted) -> None:
-        """Start what a new agent is to run; tell what a new coordinator may not know."""
+        """Start the slots of a new launcher; repeat what a new coordinator may not have heard."""
         if not self.name:
             self.name = enlisted.agent
             self._ui.started(self._directory, self._address)
@@ -272,7 +272,7 @@ class Launcher:
     # -- time
 
     def tick(self) -> None:
-        """Let time pass: for output that was held back, and for a signal that nobody else takes care of."""
+        """Show output that was held back; end the workers if the coordinator does not react to a signal."""
         self._slots.pause()
         self._remind()
         self._mend_directory()
@@ -291,7 +291,7 @@ class Launcher:
             self._ui.note("the run directory was removed; training goes on, and what can be made again there is")
 
     def _remind(self) -> None:
-        """Say, once, that a process runs and has not joined: it may be training alone for hours."""
+        """Say once that a process runs and has not joined: it may train alone for hours."""
         own = {worker.slot: worker.state for worker in self.status.workers if worker.slot in self._slots.names}
         if self._reminded or self._link is None or not own:
             return

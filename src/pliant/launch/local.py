@@ -119,7 +119,7 @@ async def _followed(agent: LauncherLoop, ui: Screen, directory: Path) -> JobOutc
 
 
 def _charter(spec: JobSpec, directory: Path) -> bytes:
-    """What the coordinator, and any that takes its place, has to know; see ``launch.coordinator_process``."""
+    """The run's specification, for the coordinator and its replacements; see ``launch.coordinator_process``."""
     # Not encoded from a Charter: its module brings the server along, which takes longer to load than all of this.
     charter = {
         "job": directory.name,

@@ -35,7 +35,7 @@ class SlotProcess(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Its end was not told yet."""
+        """Whether its end was not told yet."""
         ...
 
     @property
@@ -71,7 +71,7 @@ class SlotProcesses:
         self.ended: Callable[[Exited], None] = lambda exited: None
         """is told how a process has ended"""
         self.exits: dict[str, Exited] = {}
-        """of slots whose process has ended and was not started again"""
+        """by slot: how its process has ended, where none was started since"""
 
     @property
     def names(self) -> list[str]:
@@ -98,7 +98,7 @@ class SlotProcesses:
         self._processes[slot] = self._started(slot, place, self._exited)
 
     def terminate(self, slot: str) -> None:
-        """Ask the slot's process to go; it is killed if it has not within the grace."""
+        """Ask the slot's process to end; it is killed if it has not ended within the grace."""
         process = self._processes.get(slot)
         if process is not None and process.is_alive:
             process.signal(signal.SIGTERM)
@@ -111,7 +111,7 @@ class SlotProcesses:
             self._processes[slot].kill()
 
     def pause(self) -> None:
-        """Show what was held back in hope of more."""
+        """Show lines that were held back until more output comes."""
         for process in self._processes.values():
             process.pause()
 
