@@ -1,0 +1,1 @@
+"""testing.hosts: On which virtual machines do the real coordinator and the real launchers run?"""
