@@ -29,8 +29,7 @@ from pliant.testing.clock import Process, World
 from pliant.testing.collective import Meetings, VirtualForming
 from pliant.testing.disk import VirtualDisk, VirtualTask
 from pliant.testing.exact import VirtualTraining
-from pliant.testing.hosts.coordinator_host import Host
-from pliant.testing.hosts.virtual_launcher import VirtualLauncher
+from pliant.testing.hosts import Host, VirtualLauncher
 from pliant.testing.invariants import Checker, Observer, Violation
 from pliant.testing.link import VirtualLink, connected
 from pliant.testing.memo import remembered
