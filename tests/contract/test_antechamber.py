@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -29,9 +28,9 @@ from pliant.coordinator.run_spec import RunSpec
 from pliant.coordinator.waiting_room import READING, WaitingRoom
 from pliant.core.journal import records as journal
 from pliant.errors import Refused
-from pliant.launch import launcher, requests
+from pliant.launch import launcher, launcher_loop, requests
 from pliant.launch.job import JobSpec, Silent
-from pliant.launch.launcher import Launcher
+from pliant.launch.launcher_loop import LauncherLoop
 from pliant.launch.run_directory import Access
 
 LIMIT_S = 60.0
@@ -357,14 +356,13 @@ def test_a_guest_launcher_does_not_give_up_for_a_long_reading(tmp_path: Path, mo
         held()
         raise Unreachable("lost while it read")
 
-    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
-    monkeypatch.setattr(launcher, "RETRY_S", 0.0)
+    monkeypatch.setattr(launcher_loop, "RETRY_S", 0.0)
     monkeypatch.setattr(AgentLink, "connect", connect)
 
     async def connected() -> bool:
-        guest = Launcher(JobSpec("train.py"), Silent(), tmp_path, Access("127.0.0.1:1", TOKEN))
-        guest._name = "a1"
+        guest = LauncherLoop(JobSpec("train.py"), Silent(), tmp_path, Access("127.0.0.1:1", TOKEN))
+        guest._launcher.name, guest._launcher._clock = "a1", lambda: clock_s[0]
         await guest._connected()
-        return guest._end.done()
+        return guest._launcher.end is not None
 
     assert not asyncio.run(connected()) and tried == [2]

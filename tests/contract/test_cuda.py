@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -56,13 +58,50 @@ def test_the_kind_of_device_and_the_software_are_told() -> None:
         assert sys.version.startswith(f"{told.python}.") and told.python.count(".") == 1
 
 
-@pytest.mark.parametrize(("device", "chosen"), [("cpu", "Gloo"), ("cuda", "Nccl")])
-def test_the_group_follows_the_models_device(monkeypatch: pytest.MonkeyPatch, device: str, chosen: str) -> None:
-    made: list[str] = []
-    monkeypatch.setattr(groups, "Gloo", lambda *_, **__: made.append("Gloo"))
-    monkeypatch.setattr(nccl, "Nccl", lambda *_, **__: made.append("Nccl"))
-    model = nn.Linear(1, 1)
-    optimizer = on(device)
-    offer = JoinRequest(model, optimizer, Policy(8), {}, {}, lambda members: None)  # type: ignore[arg-type,return-value]
-    formed(Nowhere(), 1, 0, 2, "127.0.0.1", offer)
-    assert made == [chosen]
+class Store:
+    """A channel in memory."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def put(self, attempt: int, key: str, value: bytes) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, attempt: int, key: str, timeout_s: float) -> bytes:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, timeout_s):
+                raise TimeoutError(key)
+            return self._values[key]
+
+
+def asked(device: str) -> JoinRequest:
+    """What a script brings whose model is on that device."""
+    return JoinRequest(nn.Linear(1, 1), on(device), Policy(8), {}, {}, lambda members: None)  # type: ignore[arg-type,return-value]
+
+
+def test_a_model_on_the_cpu_gets_a_gloo_group() -> None:
+    store = Store()
+
+    def joined(place: int) -> groups.Gloo:
+        return formed(store, 1, place, 2, "127.0.0.1", asked("cpu"))
+
+    with ThreadPoolExecutor(2) as pool:
+        members = list(pool.map(joined, range(2)))
+    try:
+        summations = [member.gather(b"%d" % member.place) for member in members]
+        assert all(summation.wait(30.0) for summation in summations)
+        assert [summation.tickets() for summation in summations] == [[b"0", b"1"]] * 2
+        assert {type(member) for member in members} == {groups.Gloo}
+    finally:
+        for member in members:
+            member.leave()
+
+
+def test_a_model_on_cuda_gets_no_gloo_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without NCCL it gets none at all: a gloo group would put its address on the channel first."""
+    monkeypatch.delattr(dist, "ProcessGroupNCCL", raising=False)
+    with pytest.raises(UsageError, match="has no NCCL: install a CUDA build"):
+        formed(Nowhere(), 1, 0, 2, "127.0.0.1", asked("cuda"))

@@ -1,15 +1,14 @@
-"""Random scenes for the driver: any number of workers, speeds, sizes, lengths, policies, breaks and changes."""
+"""Random scenes without faults: any number of workers, speeds, sizes, lengths, policies, breaks and changes."""
 
 from __future__ import annotations
 
-from driver import Break, Call, Change, Scene
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from pliant.core.group_state import Policy
 from pliant.core.tickets import Kind
 from pliant.core.tuning import delay as overlap
 from pliant.core.tuning.rates import RULES
+from pliant.testing.steady import EarlyExit, SteadyCall, SteadyScene
 
 SPEEDS = st.sampled_from([1.0, 3.0, 10.0, 10.0, 25.0, 40.0, 100.0, 160.0])
 LENGTHS = st.one_of(st.integers(0, 12), st.integers(13, 700))
@@ -29,22 +28,25 @@ def policies(draw: st.DrawFn, members: int) -> Policy:
 
 
 @st.composite
-def calls(draw: st.DrawFn, members: int, *, breaks: bool) -> Call:
-    leaving = st.builds(Break, st.integers(0, members - 1), st.integers(1, 12), st.booleans())
-    return Call(
-        draw(st.sampled_from([Kind.TRAIN, Kind.TRAIN, Kind.EVALUATE])),
+def calls(draw: st.DrawFn, members: int, *, breaks: bool) -> SteadyCall:
+    leaving = st.builds(EarlyExit, st.integers(0, members - 1), st.integers(1, 12), st.booleans())
+    kind = draw(st.sampled_from([Kind.TRAIN, Kind.TRAIN, Kind.EVALUATE]))
+    # A script cannot leave ``evaluate`` early.
+    may_break = breaks and kind is Kind.TRAIN
+    return SteadyCall(
+        kind,
         draw(LENGTHS),
         draw(st.integers(0, 3)),
-        tuple(draw(st.lists(leaving, max_size=2))) if breaks else (),
+        tuple(draw(st.lists(leaving, max_size=2))) if may_break else (),
     )
 
 
 @st.composite
-def scenes(draw: st.DrawFn, *, breaks: bool = True, changes: bool = True) -> Scene:
+def scenes(draw: st.DrawFn, *, breaks: bool = True, changes: bool = True) -> SteadyScene:
     members = draw(st.integers(1, 5))
     each = {"min_size": members, "max_size": members}
     change = st.tuples(st.floats(0.0, 20.0), st.integers(0, members - 1), SPEEDS)
-    return Scene(
+    return SteadyScene(
         policy=draw(policies(members)),
         speeds=tuple(draw(st.lists(SPEEDS, **each))),
         sizes=tuple(draw(st.lists(st.integers(1, 32), **each))),
@@ -54,34 +56,4 @@ def scenes(draw: st.DrawFn, *, breaks: bool = True, changes: bool = True) -> Sce
         changes=tuple(draw(st.lists(change, max_size=4))) if changes else (),
         samples_limit=draw(st.one_of(st.none(), st.integers(0, 900))),
         spoiled=frozenset(draw(st.sets(st.integers(0, 600), max_size=2))),
-    )
-
-
-@st.composite
-def elastic_scenes(draw: st.DrawFn, *, breaks: bool = False) -> Scene:
-    """The same with workers that are killed, leave and join, at any moment."""
-    scene = draw(scenes(breaks=breaks))
-    members = len(scene.speeds)
-    joiners = draw(st.integers(0, 3))
-    every = draw(st.sampled_from([0, 0, 1, 3]))
-    when = st.one_of(st.floats(0.0, 3.0), st.floats(0.0, 60.0))
-    spread = st.sampled_from([0.0, 0.0, 0.03, 0.5, 4.0])
-    joining = [Change(draw(when), "join", members + index, draw(spread)) for index in range(joiners)]
-    other = st.builds(
-        Change,
-        when,
-        st.sampled_from(["kill", "leave"]),
-        st.integers(0, members + joiners - 1),
-        spread,
-        st.integers(0, 255),
-    )
-    more = {"min_size": joiners, "max_size": joiners}
-    return replace(
-        scene,
-        speeds=(*scene.speeds, *draw(st.lists(SPEEDS, **more))),
-        sizes=(*scene.sizes, *draw(st.lists(st.integers(1, 32), **more))),
-        ahead=(*scene.ahead, *draw(st.lists(st.sampled_from([0, 0, 2]), **more))),
-        evaluates_every=every,
-        happens=(*joining, *draw(st.lists(other, max_size=4))),
-        takes=draw(st.integers(1, 6)),
     )

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from driver import Break, Call, Scene, played
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenes import scenes
@@ -31,12 +30,19 @@ from pliant.core.journal.records import (
 )
 from pliant.core.tickets import Flag, Kind
 from pliant.errors import JournalError
+from pliant.testing.steady import EarlyExit, SteadyCall, SteadyScene, played
 
 changed = msgspec.structs.replace
 
-SCRIPT = (Call(Kind.TRAIN, 103), Call(Kind.EVALUATE, 31), Call(Kind.TRAIN, 103, 1, (Break(1, 3),)))
-SCENE = Scene(Policy(16, momentum=0.9), (40.0, 20.0, 10.0), (4, 4, 4), SCRIPT)
-FLOATING = Scene(Policy(16, floating=True, momentum=0.9), (40.0, 20.0, 10.0), (4, 4, 4), SCRIPT, evaluates_every=4)
+SCRIPT = (
+    SteadyCall(Kind.TRAIN, 103),
+    SteadyCall(Kind.EVALUATE, 31),
+    SteadyCall(Kind.TRAIN, 103, 1, (EarlyExit(1, 3),)),
+)
+SCENE = SteadyScene(Policy(16, momentum=0.9), (40.0, 20.0, 10.0), (4, 4, 4), SCRIPT)
+FLOATING = SteadyScene(
+    Policy(16, floating=True, momentum=0.9), (40.0, 20.0, 10.0), (4, 4, 4), SCRIPT, evaluates_every=4
+)
 
 
 @functools.cache
@@ -72,7 +78,7 @@ def with_ticket(record: Record, member: int, **fields: object) -> Record:
 
 @settings(max_examples=40)
 @given(scenes())
-def test_every_journal_of_the_decision_code_passes(scene: Scene) -> None:
+def test_every_journal_of_the_decision_code_passes(scene: SteadyScene) -> None:
     records = played(scene).records
     report = audit(records)
     assert report.problems == []
@@ -86,7 +92,7 @@ def test_every_journal_of_the_decision_code_passes(scene: Scene) -> None:
 
 @settings(max_examples=30)
 @given(scenes(), st.data())
-def test_every_beginning_of_a_journal_passes_as_an_incomplete_run(scene: Scene, data: st.DataObject) -> None:
+def test_every_beginning_of_a_journal_passes_as_an_incomplete_run(scene: SteadyScene, data: st.DataObject) -> None:
     records = played(scene).records[:-1]
     kept = data.draw(st.integers(1, len(records)))
     report = audit([*records[:kept], EndRecord("w1 was lost", False)])
@@ -107,15 +113,17 @@ def test_the_summary_says_what_was_done() -> None:
 
 def test_a_skipped_round_passes_and_is_counted() -> None:
     report = audit(
-        played(Scene(Policy(8), (9.0, 5.0), (4, 4), (Call(Kind.TRAIN, 50),), spoiled=frozenset({17}))).records
+        played(
+            SteadyScene(Policy(8), (9.0, 5.0), (4, 4), (SteadyCall(Kind.TRAIN, 50),), spoiled=frozenset({17}))
+        ).records
     )
     assert report.problems == []
     assert report.summary["skipped_rounds"] == 1
 
 
 def test_an_epoch_without_room_for_a_sample_passes() -> None:
-    script = (Call(Kind.TRAIN, 20), Call(Kind.TRAIN, 20, 1))
-    report = audit(played(Scene(Policy(8), (9.0, 5.0), (4, 4), script, samples_limit=20)).records)
+    script = (SteadyCall(Kind.TRAIN, 20), SteadyCall(Kind.TRAIN, 20, 1))
+    report = audit(played(SteadyScene(Policy(8), (9.0, 5.0), (4, 4), script, samples_limit=20)).records)
     assert report.problems == []
 
 

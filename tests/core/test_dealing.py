@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from driver import Scene, played
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -19,6 +18,7 @@ from pliant.core.shares import shares
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.core.tuning import delay
 from pliant.core.tuning.pace import Pace, Pacing
+from pliant.testing.steady import SteadyScene, played
 from pliant.types import WorkerId
 
 
@@ -222,7 +222,7 @@ def test_limits_never_add_up_to_more_than_the_bound_that_the_user_has_set() -> N
 
 @settings(max_examples=40)
 @given(scenes())
-def test_a_group_never_exceeds_the_bound_of_an_open_batch(scene: Scene) -> None:
+def test_a_group_never_exceeds_the_bound_of_an_open_batch(scene: SteadyScene) -> None:
     at_most = 1 + scene.policy.batch // 2
     scene = replace(scene, policy=Policy(scene.policy.batch, floating=True, at_most=at_most))
     for record in played(scene).records:
@@ -232,7 +232,7 @@ def test_a_group_never_exceeds_the_bound_of_an_open_batch(scene: Scene) -> None:
 
 @settings(max_examples=40)
 @given(scenes(), st.integers(1, 3))
-def test_nor_does_it_while_it_tries_the_other_delay(scene: Scene, times: int) -> None:
+def test_nor_does_it_while_it_tries_the_other_delay(scene: SteadyScene, times: int) -> None:
     """What was dealt for open rounds is not all taken into the first one without an overlap."""
     policy = Policy(scene.policy.batch, floating=True, at_most=times * scene.policy.batch, delay=delay.AUTO, trial=1)
     for record in played(replace(scene, policy=policy)).records:
@@ -255,7 +255,7 @@ def test_who_is_left_alone_may_hand_in_all_that_it_may_have_drawn(at_most: int |
 
 @settings(max_examples=40)
 @given(scenes())
-def test_every_round_of_a_fixed_batch_but_the_last_is_full(scene: Scene) -> None:
+def test_every_round_of_a_fixed_batch_but_the_last_is_full(scene: SteadyScene) -> None:
     scene = replace(scene, policy=replace(scene.policy, floating=False, at_most=None))
     records = played(scene).records
     limits = {record.phase: record.limit for record in records if isinstance(record, PhaseRecord)}

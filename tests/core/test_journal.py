@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import pytest
-from driver import Call, Scene, played
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from pliant.core.journal import records as journal
 from pliant.core.journal.records import EndRecord, Record, RoundRecord, RunRecord, TicketLine
 from pliant.core.tickets import Kind
 from pliant.errors import JournalError
+from pliant.testing.steady import SteadyCall, SteadyScene, played
 
 
 def written(records: list[Record]) -> list[bytes]:
@@ -27,7 +27,7 @@ def written(records: list[Record]) -> list[bytes]:
 
 @functools.cache
 def example() -> tuple[bytes, ...]:
-    scene = Scene(Policy(8), (10.0, 5.0), (4, 4), (Call(Kind.TRAIN, 21), Call(Kind.EVALUATE, 9)))
+    scene = SteadyScene(Policy(8), (10.0, 5.0), (4, 4), (SteadyCall(Kind.TRAIN, 21), SteadyCall(Kind.EVALUATE, 9)))
     return tuple(written(played(scene).records))
 
 

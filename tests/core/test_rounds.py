@@ -1,9 +1,8 @@
-"""What a group of virtual workers does with the decisions of core.rounds."""
+"""What a group of real workers in virtual time does with the decisions of core.rounds."""
 
 from __future__ import annotations
 
 import pytest
-from driver import Break, Call, Play, Scene, played
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -15,18 +14,19 @@ from pliant.core.group_state import GroupState, Policy, Standing, founded
 from pliant.core.journal.records import ExchangeRecord, PhaseEndRecord, PhaseRecord, RoundRecord
 from pliant.core.tickets import Flag, Kind, Ticket
 from pliant.core.tuning import delay
+from pliant.testing.steady import EarlyExit, SteadyCall, SteadyHistory, SteadyScene, played
 from pliant.types import WorkerId
 
 
-def phases(play: Play) -> dict[int, PhaseRecord]:
+def phases(play: SteadyHistory) -> dict[int, PhaseRecord]:
     return {record.phase: record for record in play.records if isinstance(record, PhaseRecord)}
 
 
-def settlements(play: Play) -> list[RoundRecord | ExchangeRecord]:
+def settlements(play: SteadyHistory) -> list[RoundRecord | ExchangeRecord]:
     return [record for record in play.records if isinstance(record, RoundRecord | ExchangeRecord)]
 
 
-def positions(play: Play, phase: int) -> tuple[list[int], list[int]]:
+def positions(play: SteadyHistory, phase: int) -> tuple[list[int], list[int]]:
     """Positions used and cut in a phase, with repetitions."""
     used: list[int] = []
     cut: list[int] = []
@@ -38,9 +38,9 @@ def positions(play: Play, phase: int) -> tuple[list[int], list[int]]:
     return used, cut
 
 
-@settings(max_examples=80)
+@settings(max_examples=60)
 @given(scenes())
-def test_every_position_once_or_cut_whatever_happens(scene: Scene) -> None:
+def test_every_position_once_or_cut_whatever_happens(scene: SteadyScene) -> None:
     play = played(scene)
     ended = {record.phase for record in play.records if isinstance(record, PhaseEndRecord)}
     assert ended == set(phases(play))
@@ -48,44 +48,45 @@ def test_every_position_once_or_cut_whatever_happens(scene: Scene) -> None:
         used, cut = positions(play, number)
         wanted = phase.limit or len(cut)
         assert sorted(used + cut) == list(range(wanted))
-        assert not cut or phase.limit == 0 or any(call.breaks for call in scene.script)
+        assert not cut or phase.limit == 0 or any(call.exits for call in scene.script)
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(scenes())
-def test_all_workers_reach_the_same_states(scene: Scene) -> None:
-    leader, *others = played(scene, replicates=True).workers
-    for worker in others:
-        assert worker.states == leader.states
-        assert worker.group == leader.group
+def test_all_workers_reach_the_same_states(scene: SteadyScene) -> None:
+    leader, *others = played(scene).members
+    for member in others:
+        assert member.states == leader.states
+        assert member.group == leader.group
 
 
-@settings(max_examples=80)
+@settings(max_examples=60)
 @given(scenes())
-def test_a_round_that_is_seen_finds_everyone_who_takes_part_in_its_step(scene: Scene) -> None:
+def test_a_round_that_is_seen_finds_everyone_who_takes_part_in_its_step(scene: SteadyScene) -> None:
     play = played(scene)
-    for outcomes in zip(*(worker.outcomes for worker in play.workers), strict=True):
-        outcome, took_part, _ = outcomes[0]
+    for settlements in zip(*(member.settlements for member in play.members), strict=True):
+        outcome, took_part = settlements[0].outcome, settlements[0].took_part
         if outcome.seen:
-            left = {b.member for call in scene.script for b in call.breaks}
-            for member, (_, _, where) in enumerate(outcomes):
+            left = {b.member for call in scene.script for b in call.exits}
+            for member, where in enumerate(each.where for each in settlements):
                 # A worker on its way out settles the round before its break after its step: nobody can know yet.
                 assert where == "step" or not took_part[member] or (where == "abandon" and member in left)
 
 
 @settings(max_examples=40)
 @given(scenes())
-def test_a_round_that_carries_a_break_ends_the_phase_and_is_not_seen(scene: Scene) -> None:
+def test_a_round_that_carries_a_break_ends_the_phase_and_is_not_seen(scene: SteadyScene) -> None:
     play = played(scene)
-    for record, (outcome, _, _) in zip(settlements(play), play.workers[0].outcomes, strict=True):
+    for record, seen in zip(settlements(play), play.members[0].settlements, strict=True):
+        outcome = seen.outcome
         if any(ticket.flags & Flag.BREAK for ticket in record.tickets):
             assert outcome.ended
             assert not outcome.seen
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(scenes())
-def test_rounds_count_what_they_were_handed(scene: Scene) -> None:
+def test_rounds_count_what_they_were_handed(scene: SteadyScene) -> None:
     total = 0
     limit = scene.samples_limit
     for record in played(scene).records:
@@ -97,19 +98,19 @@ def test_rounds_count_what_they_were_handed(scene: Scene) -> None:
             assert record.applied == (not spoiled and record.weight > 0)
 
 
-def end_idle_s(play: Play, phase: int) -> float:
+def end_idle_s(play: SteadyHistory, phase: int) -> float:
     """The longest time between a worker's last finished micro-batch and the end of the last one of all."""
-    work = play.work(phase)
+    work = play.computed(phase)
     start_s = min(mine[0].start_s for mine in work if mine)
     end_s = max(mine[-1].stop_s for mine in work if mine)
     return max(end_s - (mine[-1].stop_s if mine else start_s) for mine in work)
 
 
-def mid_idle(play: Play, phase: int) -> float:
+def mid_idle(play: SteadyHistory, phase: int) -> float:
     """The part of all workers' time spent waiting while there were positions left to deal."""
-    work = [one for mine in play.work(phase) for one in mine]
+    work = [one for mine in play.computed(phase) for one in mine]
     busy_s = sum(one.stop_s - one.start_s for one in work)
-    waits = [wait for worker in play.workers for wait in worker.waits if wait.phase == phase and not wait.last]
+    waits = [wait for member in play.members for wait in member.waits if wait.phase == phase and not wait.last]
     return sum(wait.stop_s - wait.start_s for wait in waits) / busy_s
 
 
@@ -117,7 +118,7 @@ PACED = st.sampled_from([5.0, 10.0, 20.0, 40.0, 80.0, 160.0])
 
 
 @st.composite
-def measured_scenes(draw: st.DrawFn) -> Scene:
+def measured_scenes(draw: st.DrawFn) -> SteadyScene:
     """A first epoch to measure the paces, and a second one of any length; constant speeds."""
     members = draw(st.integers(2, 6))
     each = {"min_size": members, "max_size": members}
@@ -126,20 +127,20 @@ def measured_scenes(draw: st.DrawFn) -> Scene:
     sizes = tuple(draw(st.one_of(st.lists(size, **each), size.map(lambda one: [one] * members))))
     fastest_s = min(size / speed for size, speed in zip(sizes, speeds, strict=True))
     kind = draw(st.sampled_from([Kind.TRAIN, Kind.TRAIN, Kind.EVALUATE]))
-    return Scene(
+    return SteadyScene(
         policy=Policy(32, floating=True),
         speeds=speeds,
         sizes=sizes,
-        script=(Call(kind, 800), Call(kind, draw(st.integers(1, 1500)), 1)),
+        script=(SteadyCall(kind, 800), SteadyCall(kind, draw(st.integers(1, 1500)), 1)),
         ahead=tuple(draw(st.one_of(st.just([0] * members), st.lists(st.sampled_from([0, 2, 8]), **each)))),
         sum_s=draw(st.sampled_from([0.01, 0.1, 1.0, 4.0])) * fastest_s,
     )
 
 
-def remembered(speeds: tuple[float, ...], size: int, length: int, sum_s: float) -> Scene:
+def remembered(speeds: tuple[float, ...], size: int, length: int, sum_s: float) -> SteadyScene:
     """A scene that once failed."""
-    script = (Call(Kind.TRAIN, 800), Call(Kind.TRAIN, length, 1))
-    return Scene(Policy(32, floating=True), speeds, (size,) * len(speeds), script, sum_s=sum_s)
+    script = (SteadyCall(Kind.TRAIN, 800), SteadyCall(Kind.TRAIN, length, 1))
+    return SteadyScene(Policy(32, floating=True), speeds, (size,) * len(speeds), script, sum_s=sum_s)
 
 
 CRUMBS = remembered((20.0, 80.0, 20.0, 80.0, 160.0), 2, 1060, 0.00125)
@@ -147,17 +148,17 @@ FAST_AND_SLOW = remembered((160.0, 80.0, 5.0), 32, 1896, 0.0064)
 LONG_SUMS = remembered((5.0, 5.0), 8, 226, 6.4)
 
 
-def slowest_s(scene: Scene) -> float:
+def slowest_s(scene: SteadyScene) -> float:
     """One micro-batch of the slowest worker; shares are whole, so a sample more."""
     return max((size + 1) / speed for size, speed in zip(scene.sizes, scene.speeds, strict=True))
 
 
-@settings(max_examples=70)
+@settings(max_examples=40)
 @given(measured_scenes())
 @example(CRUMBS)
 @example(FAST_AND_SLOW)
 @example(LONG_SUMS)
-def test_at_the_end_nobody_waits_longer_than_a_micro_batch_of_the_slowest(scene: Scene) -> None:
+def test_at_the_end_nobody_waits_longer_than_a_micro_batch_of_the_slowest(scene: SteadyScene) -> None:
     assert end_idle_s(played(scene), 2) <= slowest_s(scene) + scene.sum_s + 1e-9
 
 
@@ -166,13 +167,13 @@ def test_at_the_end_nobody_waits_longer_than_a_micro_batch_of_the_slowest(scene:
 @example(CRUMBS)
 @example(FAST_AND_SLOW)
 @example(LONG_SUMS)
-def test_with_an_open_batch_nobody_waits_in_mid_epoch(scene: Scene) -> None:
+def test_with_an_open_batch_nobody_waits_in_mid_epoch(scene: SteadyScene) -> None:
     assert mid_idle(played(scene), 2) <= 0.01
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(measured_scenes(), st.sampled_from([1, 2, 4]))
-def test_a_fixed_batch_ends_together_too_where_shares_are_not_at_the_floor(scene: Scene, times: int) -> None:
+def test_a_fixed_batch_ends_together_too_where_shares_are_not_at_the_floor(scene: SteadyScene, times: int) -> None:
     batch = int(2 * times * sum(scene.speeds) / min(scene.speeds))
     calls = tuple(replace(call, kind=Kind.TRAIN) for call in scene.script)
     # The first rounds of a run are shared evenly, for want of paces: only the second epoch counts.
@@ -182,16 +183,16 @@ def test_a_fixed_batch_ends_together_too_where_shares_are_not_at_the_floor(scene
 
 @pytest.mark.parametrize("policy", [Policy(32), Policy(32, delay=0), Policy(32, floating=True)])
 def test_evaluate_inside_batches_is_called_by_all_at_the_same_round(policy: Policy) -> None:
-    script = (Call(Kind.TRAIN, 403), Call(Kind.EVALUATE, 31), Call(Kind.TRAIN, 403, 1))
-    play = played(Scene(policy, (100.0, 40.0, 20.0), (8, 8, 4), script, evaluates_every=3))
+    script = (SteadyCall(Kind.TRAIN, 403), SteadyCall(Kind.EVALUATE, 31), SteadyCall(Kind.TRAIN, 403, 1))
+    play = played(SteadyScene(policy, (100.0, 40.0, 20.0), (8, 8, 4), script, evaluates_every=3))
     assert sum(phase.task == "evaluate" for phase in phases(play).values()) > 3
     results = [record.result for record in play.records if isinstance(record, PhaseEndRecord)]
     assert all(result == pytest.approx(0.1) for result in results if result is not None)
 
 
 def test_a_break_cuts_what_was_not_reached() -> None:
-    breaks = (Break(1, 3, computed=False),)
-    play = played(Scene(Policy(8), (10.0, 10.0), (4, 4), (Call(Kind.TRAIN, 100, breaks=breaks),)))
+    exits = (EarlyExit(1, 3, computed=False),)
+    play = played(SteadyScene(Policy(8), (10.0, 10.0), (4, 4), (SteadyCall(Kind.TRAIN, 100, exits=exits),)))
     used, cut = positions(play, 1)
     assert used
     assert cut[-1] == 99
@@ -199,7 +200,9 @@ def test_a_break_cuts_what_was_not_reached() -> None:
 
 
 def test_samples_end_inside_an_epoch() -> None:
-    scene = Scene(Policy(8), (10.0, 10.0), (4, 4), (Call(Kind.TRAIN, 50), Call(Kind.TRAIN, 50, 1)), samples_limit=70)
+    scene = SteadyScene(
+        Policy(8), (10.0, 10.0), (4, 4), (SteadyCall(Kind.TRAIN, 50), SteadyCall(Kind.TRAIN, 50, 1)), samples_limit=70
+    )
     assert [phase.limit for phase in phases(played(scene)).values()] == [50, 20]
 
 
@@ -252,13 +255,13 @@ def test_the_end_waits_for_active_members_that_went_along() -> None:
 
 
 def test_alone_there_is_nothing_to_overlap_with() -> None:
-    play = played(Scene(Policy(8, delay=1), (10.0,), (8,), (Call(Kind.TRAIN, 20),)))
+    play = played(SteadyScene(Policy(8, delay=1), (10.0,), (8,), (SteadyCall(Kind.TRAIN, 20),)))
     assert [record.batch for record in settlements(play)] == [8, 8, 4]
-    assert {where for _, _, where in play.workers[0].outcomes} == {"step"}
+    assert {each.where for each in play.members[0].settlements} == {"step"}
 
 
 def test_an_open_batch_alone_is_the_reference_batch() -> None:
-    play = played(Scene(Policy(8, floating=True), (10.0,), (8,), (Call(Kind.TRAIN, 20),)))
+    play = played(SteadyScene(Policy(8, floating=True), (10.0,), (8,), (SteadyCall(Kind.TRAIN, 20),)))
     assert [record.batch for record in settlements(play)] == [8, 8, 4]
 
 

@@ -1,4 +1,4 @@
-"""A worker's part of the numerics, with nothing around it."""
+"""``Training`` as a worker has it, without a worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pliant.worker.training import Training
 def training_of(
     model: nn.Module, optimizer: Optimizer, scheduler: Any = None, scaler: torch.amp.GradScaler | None = None
 ) -> Training:
-    """As in a group, with a reference batch of eight samples and nothing that would change the gradients."""
+    """A ``Training`` as in a group, with a reference batch of eight samples, no clipping and no look-ahead."""
     return Training(
         model,
         optimizer,

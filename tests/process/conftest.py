@@ -24,7 +24,7 @@ def _quick_processes() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Callable[[], Nursery]]:
-    """The process that others are forked from, started when it is first asked for."""
+    """The process that others are forked from, started with its first use."""
     made: list[Nursery] = []
 
     def get() -> Nursery:

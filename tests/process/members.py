@@ -82,7 +82,7 @@ def forming(channel: Files, attempt: int, place: int, members: int) -> groups.Fo
 
 
 class Member:
-    """Lives through all groups."""
+    """A member of all groups, one after another."""
 
     def __init__(self, channel: Files, place: int) -> None:
         self.channel = channel
@@ -197,7 +197,7 @@ def counts() -> dict[str, int]:
 
 
 class Own:
-    """A connection and an epoll instance of the user's."""
+    """A connection and an epoll instance of the user's, which must stay as they are."""
 
     def __init__(self) -> None:
         self.server = socket.create_server(("127.0.0.1", 0))

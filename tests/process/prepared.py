@@ -60,7 +60,7 @@ _LOADED = (
     "pliant.control.app",
     "pliant.control.server",
     "pliant.coordinator.service",
-    "pliant.launch.launcher",
+    "pliant.launch.launcher_loop",
     "pliant.launch.local",
     "pliant.replay.replayer",
     "pliant.run",

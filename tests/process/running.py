@@ -24,13 +24,13 @@ import pliant
 from pliant.core.journal import records as journal
 
 LIMIT_S = 200.0
-"""Far above what any of these takes; only a hang reaches it."""
+"""Far longer than any run of a test takes: only a hang reaches it."""
 QUICK = (Path(__file__).parent / "scripts" / "quick.py").read_text()
 """The beginning of a script that makes an optimizer."""
 
 
 def searched(*cases: Any) -> list[Any]:
-    """Cases of a test that others imply: only in long searches."""
+    """Cases of a test that other cases cover: they run only in long searches."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak) for case in cases]
 
 
@@ -138,7 +138,7 @@ class Running:
         return "\n".join(self.lines)
 
     def close(self) -> bool:
-        """End it, if it still runs: then a test has failed. Whether it did."""
+        """End it if it still runs, which means that a test has failed; whether it did."""
         runs = self.process.poll() is None
         if runs:
             self.process.kill()
@@ -180,7 +180,7 @@ class Launcher:
 
 
 def processes_in(directory: Path) -> list[int]:
-    """Live processes whose working directory it is."""
+    """Live processes with this working directory."""
     found: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and _is_in(entry, directory):
@@ -203,12 +203,12 @@ def coordinator_of(run: Running) -> int:
 
 
 def coordinators_in(directory: Path) -> list[int]:
-    """Live processes of coordinators whose working directory it is."""
+    """Live processes of coordinators with this working directory."""
     return [pid for pid in processes_in(directory) if b"pliant.launch.coordinator_process" in _command_line(pid)]
 
 
 def _command_line(pid: int) -> bytes:
-    """Nothing, if the process has ended meanwhile."""
+    """The command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -216,12 +216,12 @@ def _command_line(pid: int) -> bytes:
 
 
 def remove(directory: Path) -> None:
-    """At one blow: what is missing is soon written again."""
+    """Remove a directory in one step, by renaming it first: missing files are soon written again."""
     shutil.rmtree(directory.rename(directory.with_name("removed")))
 
 
 def wait_for(path: Path, *runs: Running) -> None:
-    """Until the file is there, as long as the runs go on."""
+    """Wait until the file exists, as long as the runs go on."""
     until_s = time.monotonic() + LIMIT_S
     while not path.exists():
         assert time.monotonic() < until_s, f"{path.name} was never made"
@@ -243,6 +243,6 @@ def gone(pid: int) -> None:
 
 
 def records(run: Running) -> list[journal.Record]:
-    """What is written so far: of a run that goes on, or was killed, the last line may be incomplete."""
+    """The journal's records so far. The last line may be incomplete in a run that goes on or was killed."""
     with (run.directory / "job" / "journal.jsonl").open("rb") as lines:
         return list(journal.read(line for line in lines if line.endswith(b"\n")))

@@ -47,7 +47,7 @@ class Scenario:
 
     faults: Sequence[Fault] = ()
     until: tuple[str, ...] = ()
-    """besides the faults"""
+    """settings besides the faults"""
     workers: int = 3
     settings: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "sgd"
@@ -58,7 +58,7 @@ class Scenario:
 
     @property
     def dead_after(self) -> float:
-        """Short where somebody falls silent; else nobody is to be lost because the machine is busy."""
+        """Short where a worker falls silent; else so long that none is lost because the machine is busy."""
         deeds = {deed for each in self.faults for deed in each.does}
         return SHORT_S if deeds & {"stop", "doze", "hang", "cut", "coordinator"} else LONG_S
 
@@ -104,7 +104,7 @@ def check(launch: Launcher, run: Running, scenario: Scenario) -> None:
 
 
 def rounds_of_samples(run: Running) -> list[list[float]]:
-    """Per training sample what the rounds that it was in took off its tally; each sample is in one per epoch."""
+    """Per training sample what its rounds have subtracted from its tally; each sample is in one round per epoch."""
     used: list[list[float]] = [[] for _ in range(TALLIED)]
     open_: dict[int, tuple[PhaseRecord, list[int]]] = {}
     numbers, eras = [0], [0]

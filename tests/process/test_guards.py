@@ -258,11 +258,10 @@ with pliant.join(model, optimizer, batch=16) as run:
     # What is a minute else is over for a worker that has joined when the screen shows the first rounds.
     soon = (
         "import pliant.launch.launcher as agent; agent.JOIN_S = 60.0\n"
-        "def progress(self, status, old=agent.Launcher._carry_out):\n"
-        "    end = old(self, status)\n"
+        "def received(self, message, old=agent.Launcher.received):\n"
+        "    old(self, message)\n"
         "    agent.JOIN_S = 0.0 if self.status.rounds else 60.0\n"
-        "    return end\n"
-        "agent.Launcher._carry_out = progress\n"
+        "agent.Launcher.received = received\n"
         "from pliant.ui.cli import main; main()"
     )
     run = launch.python("-W", "error", "-c", soon, "run", "-n", "2", "--dir", "job", "train.py")

@@ -492,7 +492,7 @@ def test_bad_input_costs_one_line(launch: Launcher, words: tuple[str, ...], stat
     assert len(run.lines) == 1 and said in run.output
 
 
-@pytest.mark.parametrize("module", ["ui.cli", "launch.launcher", "launch.coordinator_process"])
+@pytest.mark.parametrize("module", ["ui.cli", "launch.launcher_loop", "launch.coordinator_process"])
 def test_neither_launcher_nor_coordinator_imports_torch(module: str) -> None:
     code = f"import sys, pliant.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

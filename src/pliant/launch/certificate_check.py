@@ -16,7 +16,7 @@ from pliant.launch.run_directory import Access, Trust
 
 
 def given(certificate: Path | None, key: Path | None, authority: Path | None, *, insecure: bool) -> Trust:
-    """What the options name."""
+    """The TLS settings that the command's options name."""
     files = (certificate, key, authority)
     if any(files) and not all(files):
         raise UsageError(
@@ -26,7 +26,7 @@ def given(certificate: Path | None, key: Path | None, authority: Path | None, *,
 
 
 def served(trust: Trust, host: str) -> ssl.SSLContext | None:
-    """What the coordinator at ``host`` serves with; None without a certificate."""
+    """The TLS context that the coordinator at ``host`` serves with; None without a certificate."""
     if not trust.tls:
         return None
     context = tls.server_context(Path(trust.certificate), Path(trust.key))
@@ -35,5 +35,5 @@ def served(trust: Trust, host: str) -> ssl.SSLContext | None:
 
 
 def asked(access: Access) -> ssl.SSLContext | None:
-    """What the coordinator is asked with; None if it speaks no TLS."""
+    """The TLS context for connections to the coordinator; None if it speaks no TLS."""
     return None if access.authority is None else tls.client_context(access.authority)

@@ -22,14 +22,14 @@ from pliant.launch.run_directory import AUTHORITY
 CERTIFICATE, KEY = "coordinator.pem", "coordinator.key"
 
 ALWAYS = ("localhost", "127.0.0.1")
-"""The owner's own workers reach a coordinator on loopback by these."""
+"""Names by which the owner's own workers reach a coordinator on loopback."""
 
 SLACK = datetime.timedelta(hours=1)
-"""Clocks differ."""
+"""The certificate is valid from this long before now, because clocks differ."""
 
 
 def made(directory: Path, hosts: Sequence[str], days: int, now: datetime.datetime | None = None) -> list[str]:
-    """Write the three files; what to do with them, line by line."""
+    """Write the three files; returns lines that tell the user what to do with them."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization

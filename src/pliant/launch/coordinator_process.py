@@ -55,10 +55,10 @@ def coordinate(
     trust: Trust | None = None,
     term: int = 0,
 ) -> None:
-    """Serve the run in ``directory`` until it is over; ``repeat``: if it was over already, say so to who asks.
+    """Serve the run in ``directory`` until it is over; ``repeat``: if it was over already, answer requests with that.
 
-    ``rewind``: nobody of it lives, and it goes on from its last checkpoint. ``term``: of the last coordinator that the
-    launcher has heard; 0: of none.
+    ``rewind``: no worker lives, and the run goes on from its last checkpoint. ``term``: that of the last coordinator
+    which the launcher has heard from; 0: none.
     """
     # The journal is its owner's alone, in a directory that others may read too.
     os.umask(0o077)

@@ -19,10 +19,10 @@ from pliant.launch.process import Stream
 from pliant.launch.run_directory import HOST, NO_TLS, Trust
 
 GRACE_S = 30.0
-"""A worker that is asked to go finishes its round, and may hand its state on or save it."""
+"""A worker that is asked to leave finishes its round, and may hand its state on or save it."""
 
 NOTICE_EVERY_S = 5.0
-"""AWS asks for this, and gives two minutes; GCP gives 30 seconds."""
+"""AWS recommends this interval, and gives two minutes; GCP gives 30 seconds."""
 
 Item = TypeVar("Item")
 
@@ -47,7 +47,7 @@ class JobSpec:
     min_workers: int = 1
     max_workers: int | None = None
     grace_s: float = GRACE_S
-    """how long a worker that was told to go may take before it is killed"""
+    """how long a worker that was told to leave may take before it is killed"""
     notice_command: str = ""
     """exits with 0 when this machine is about to go away"""
     notice_every_s: float = NOTICE_EVERY_S
@@ -119,7 +119,7 @@ def _check_limits(spec: JobSpec) -> None:
 
 
 def each(values: Sequence[Item], place: int, default: Item) -> Item:
-    """The value for the ``place``-th worker here; those that come later than the list are plain."""
+    """The value for worker number ``place`` here; workers beyond the end of the list get ``default``."""
     if len(values) == 1:
         return values[0]
     return values[place] if place < len(values) else default

@@ -20,13 +20,13 @@ from pliant.control.handshake import address_of
 from pliant.control.messages import Over
 from pliant.core.journal import records as journal
 from pliant.launch import certificate_check, run_directory
-from pliant.launch.coordinator_supervisor import CoordinatorSupervisor
+from pliant.launch.coordinator_supervisor import CoordinatorSupervisor, LocalCoordinator
 from pliant.launch.job import JobOutcome, JobSpec, Screen, Silent, check
 from pliant.launch.process import Stream
 from pliant.launch.run_directory import HOST, NO_TLS, Access, Trust, newest
 
 if TYPE_CHECKING:
-    from pliant.launch.launcher import Launcher
+    from pliant.launch.launcher_loop import LauncherLoop
 
 __all__ = [
     "HOST",
@@ -79,7 +79,8 @@ async def run_job(spec: JobSpec, *, ui: Screen) -> JobOutcome:
 
         publish()
         how = "rewind" if spec.resume else "start"
-        with contextlib.closing(CoordinatorSupervisor(directory, listener, how, publish)) as coordination:
+        host = LocalCoordinator(directory, listener, publish)
+        with contextlib.closing(CoordinatorSupervisor(host, how)) as coordination:
             coordination.start()
             return await _followed(_agent(spec, ui, directory, access, coordination), ui, directory)
 
@@ -99,14 +100,14 @@ async def join_job(spec: JobSpec, access: Access, *, ui: Screen) -> JobOutcome:
 
 def _agent(
     spec: JobSpec, ui: Screen, directory: Path, access: Access, coordination: CoordinatorSupervisor | None = None
-) -> Launcher:
+) -> LauncherLoop:
     # Loaded now: the coordinator's process loads its own share meanwhile, and no worker starts before both are done.
-    from pliant.launch.launcher import Launcher
+    from pliant.launch.launcher_loop import LauncherLoop
 
-    return Launcher(spec, ui, directory, access, coordination)
+    return LauncherLoop(spec, ui, directory, access, coordination)
 
 
-async def _followed(agent: Launcher, ui: Screen, directory: Path) -> JobOutcome:
+async def _followed(agent: LauncherLoop, ui: Screen, directory: Path) -> JobOutcome:
     try:
         with agent.signals():
             end: Over = await agent.followed()
@@ -118,7 +119,7 @@ async def _followed(agent: Launcher, ui: Screen, directory: Path) -> JobOutcome:
 
 
 def _charter(spec: JobSpec, directory: Path) -> bytes:
-    """What the coordinator, and any that takes its place, has to know; see ``launch.coordinator_process``."""
+    """The run's specification, for the coordinator and its replacements; see ``launch.coordinator_process``."""
     # Not encoded from a Charter: its module brings the server along, which takes longer to load than all of this.
     charter = {
         "job": directory.name,

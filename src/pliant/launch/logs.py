@@ -19,7 +19,7 @@ _CHUNK = 1 << 20
 
 
 def opened(log: Path) -> IO[bytes]:
-    """To append to, without a buffer: what a full disk does not take must not fail again when the file is closed."""
+    """The file, opened for appending, without a buffer: what a full disk has refused must not fail again on close."""
     try:
         # To be read too: what was removed can be, as long as it is open.
         descriptor = os.open(log, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -36,12 +36,12 @@ class Log:
         self._file = opened(path)
 
     def write(self, chunk: bytes) -> None:
-        """Append, as far as there is room."""
+        """Append ``chunk``, as far as the disk has room."""
         with contextlib.suppress(OSError):
             self._file.write(chunk)
 
     def mend(self) -> None:
-        """Make the file again where it has gone. Costs one look where it has not."""
+        """Write the file again if it was removed. Costs one lookup if it was not."""
         if self._file.closed or self._path.exists():
             return
         with contextlib.suppress(OSError):
@@ -59,5 +59,5 @@ class Log:
                 place += len(chunk)
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """Close the file; no more output comes."""
         self._file.close()

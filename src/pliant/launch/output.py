@@ -54,13 +54,13 @@ class LineSplitter:
         return lines
 
     def end(self) -> list[str]:
-        """What is left when no more comes."""
+        """The remaining lines, when no more output comes."""
         rest, self._rest = self._rest, b""
         return [_last_drawing(rest)] if rest else []
 
 
 def is_transports(line: str) -> bool:
-    """Whether torch's transport has written this line of standard error."""
+    """Whether gloo or torch's store has written this line of standard error."""
     return _TRANSPORT.match(line) is not None
 
 
@@ -101,11 +101,11 @@ class TracebackFilter:
         return []
 
     def quiet(self, now_s: float) -> list[str]:
-        """What a pause in the output lets go."""
+        """The lines to show after a pause in the output."""
         return self.end() if self._block and now_s - self._grown_s >= QUIET_S else []
 
     def end(self) -> list[str]:
-        """What is left when no more comes."""
+        """The remaining lines, when no more output comes."""
         block, self._block = self._block, []
         return block if block and self._seen.is_new(block) else []
 

@@ -19,7 +19,7 @@ COMMAND_S = 10.0
 """Metadata services answer in milliseconds; a command that hangs must not hide a later notice."""
 
 _CANNOT_RUN = {126: "it is not executable", 127: "it is not found"}
-"""what a shell says of a command"""
+"""exit statuses with which a shell reports a command that it cannot run"""
 
 
 async def noticed(command: str, every_s: float, warn: Callable[[str], None]) -> None:
@@ -38,7 +38,7 @@ async def noticed(command: str, every_s: float, warn: Callable[[str], None]) -> 
 
 
 async def _status(command: str) -> int | None:
-    """Its exit status; None if it took too long."""
+    """The command's exit status; None if it took too long."""
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def end(status: int) -> None:

@@ -58,11 +58,11 @@ class OwnedProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Its end was not told yet."""
+        """Whether its end was not told yet."""
         return self.process.returncode is None
 
     def signal(self, number: int) -> None:
-        """Signal the process itself: its children follow it, and would complain if signalled first."""
+        """Signal the process itself, not its children: they end with it, and would print errors if signalled first."""
         if self.is_alive:
             # Not Popen.send_signal, which reaps a process that has just ended: its end would never be told.
             with contextlib.suppress(ProcessLookupError):
@@ -75,7 +75,7 @@ class OwnedProcess:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def dispose(self) -> None:
-        """Kill and reap, if that has not happened yet; its end is not told any more."""
+        """Kill and reap the process unless it has ended; ``ended`` is not called any more."""
         if self.is_alive:
             self.kill()
             self.process.wait()
@@ -133,7 +133,7 @@ class WorkerProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Started, and its end was not told yet."""
+        """Whether it was started and its end was not told yet."""
         return self._owned is not None and self._owned.is_alive
 
     @property
@@ -152,12 +152,12 @@ class WorkerProcess:
             self._owned.kill()
 
     def pause(self) -> None:
-        """Show what was held back in hope of more; see that there is a log."""
+        """Show lines that were held back until more output comes; restore the log if it was removed."""
         self._log.mend()
         self._show_all("stderr", self._tracebacks.quiet(time.monotonic()))
 
     def dispose(self) -> None:
-        """Kill and reap, if that has not happened yet; for launchers that fail themselves."""
+        """Kill and reap the process unless it has ended; for launchers that fail themselves."""
         if self._owned is not None:
             self._owned.dispose()
         self._release()

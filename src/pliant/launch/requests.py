@@ -64,12 +64,12 @@ def token(directory: Path | None, token_file: Path | None) -> str:
 
 
 def get(access: Access, path: str) -> bytes:
-    """What the coordinator answers."""
+    """The body of the coordinator's answer."""
     return _asked(access, "GET", path, None)
 
 
 def post(access: Access, path: str, wish: dict[str, object]) -> bytes:
-    """Ask for something; what the coordinator says to it."""
+    """POST a request; the coordinator's answer."""
     return _asked(access, "POST", path, msgspec.json.encode(wish))
 
 
@@ -86,7 +86,7 @@ def _asked(access: Access, method: str, path: str, body: bytes | None) -> bytes:
 
 
 def _answered(access: Access, method: str, path: str, body: bytes) -> tuple[int, bytes]:
-    """Status and body, of somebody who knows the token; 401 and 403 may be anybody's."""
+    """Status and body of an answer. Its sender has proven that it knows the token, except for 401 and 403."""
     # Not at the top: every command would load it, and only these use it.
     import http.client
 

@@ -32,7 +32,7 @@ METRICS_TOKEN, AUTHORITY, TRUST = "metrics-token", "ca.pem", "trust.json"
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _LOCAL_NAMES = ("localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback")
-"""Who gives one of these means this machine alone."""
+"""Hosts that can be reached from this machine only."""
 
 PRIVATE = 0o700
 """Journal, logs and weights tell other users of the machine what is trained, and on what."""
@@ -49,13 +49,13 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """The TLS settings of a run's coordinator, as far as a replacement has to know them."""
+    """The TLS settings of a run's coordinator that its replacement needs."""
 
     certificate: str = ""
     key: str = ""
     authority: str = ""
     insecure: bool = False
-    """other machines may reach it though it has no certificate"""
+    """the user allows other machines to reach it without a certificate"""
 
     @property
     def tls(self) -> bool:
@@ -78,7 +78,7 @@ def made(directory: Path | None, script: str) -> Path:
 
 
 def refuse_journal(directory: Path) -> None:
-    """A journal belongs to one run."""
+    """Raise if the directory has a journal: it belongs to another run."""
     if (directory / JOURNAL).exists():
         raise UsageError(
             f"{directory / JOURNAL} already holds the journal of a run; give another --dir, or move that run away "
@@ -87,7 +87,7 @@ def refuse_journal(directory: Path) -> None:
 
 
 def expect_checkpoint(directory: Path | None) -> None:
-    """A run goes on only if it is not over, and has something to go on from."""
+    """Raise unless the run in the directory can be resumed: it is not over, and has a checkpoint."""
     if directory is None:
         raise UsageError("--resume goes on with a run from its last checkpoint; give the run's directory with --dir")
     # Loaded here: only this needs it.
@@ -104,7 +104,7 @@ def expect_checkpoint(directory: Path | None) -> None:
 
 
 def publish(directory: Path, access: Access) -> None:
-    """Write down where the coordinator is, for the commands of people."""
+    """Write the coordinator's address and token, for the commands of users."""
     write_private(directory / TOKEN, access.token)
     write_private(directory / METRICS_TOKEN, metrics_token(access.token))
     copy = directory / AUTHORITY
@@ -131,12 +131,12 @@ def authority_in(directory: Path) -> Path | None:
 
 
 def write_trust(directory: Path, trust: Trust) -> None:
-    """Keep it for a coordinator that takes the place of a lost one."""
+    """Write the TLS settings, for a coordinator that replaces a lost one."""
     (directory / TRUST).write_bytes(msgspec.json.encode(trust))
 
 
 def trust_in(directory: Path) -> Trust:
-    """What ``write_trust`` has kept."""
+    """The TLS settings that ``write_trust`` has written."""
     path = directory / TRUST
     try:
         return msgspec.json.decode(path.read_bytes(), type=Trust)
@@ -147,7 +147,7 @@ def trust_in(directory: Path) -> Trust:
 
 
 def check_address(host: str) -> None:
-    """Refuse what stands for all addresses or for another machine elsewhere: others are told to go there."""
+    """Refuse a host that names all addresses, or another machine when read elsewhere: others connect to it."""
     found, literal = _resolved(host), _literal(host)
     if host in ("", "*") or any(each.is_unspecified for each in found):
         raise UsageError(
@@ -168,7 +168,7 @@ def check_address(host: str) -> None:
 
 
 def check_exposure(host: str, trust: Trust) -> None:
-    """Refuse a coordinator that strangers can reach and that has nothing but its token."""
+    """Refuse a coordinator that other machines can reach and that has no certificate, only its token."""
     check_address(host)
     if trust.tls or trust.insecure or _is_loopback(host):
         return
@@ -184,7 +184,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _literal(host: str) -> IPAddress | None:
-    """The address that ``host`` spells out; None if it is a name."""
+    """``host`` as an IP address; None if it is a name."""
     try:
         return ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -192,7 +192,7 @@ def _literal(host: str) -> IPAddress | None:
 
 
 def _resolved(host: str) -> list[IPAddress]:
-    """The addresses of a name, or the one that it is."""
+    """The IP addresses of a name; an address stands for itself."""
     try:
         found = {str(place[4][0]) for place in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):
@@ -224,7 +224,7 @@ def token_in(path: Path) -> str:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens: from here on workers can connect, and wait until a coordinator accepts."""
+    """A listening socket. From now on workers can connect; they wait until a coordinator accepts."""
     check_address(host)
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -173,6 +173,9 @@ class World:
 class Process:
     """A virtual process: one thread, and events that belong to it."""
 
+    look_s = _LOOK_S
+    """at most so much later it sees what it waits for"""
+
     def __init__(self, world: World, name: str, pid: int, body: Callable[[Process], int]) -> None:
         self.world = world
         self.name = name
@@ -260,7 +263,7 @@ class Process:
             self._idle = False
             if self._wake is not None:
                 self._wake.cancel()
-            self._wake = self.world.after(self.world.random.random() * _LOOK_S, self._resume)
+            self._wake = self.world.after(self.world.random.random() * self.look_s, self._resume)
 
     def _resume(self) -> None:
         world = self.world

@@ -215,8 +215,7 @@ def _isolate(simulation: Simulation, fault: Fault, about: str | None) -> None:
 
 def _crash(simulation: Simulation, fault: Fault, about: str | None) -> None:
     """The coordinator dies and is restarted a little later."""
-    simulation.host.crash()
-    simulation.world.after(fault.lasts_s, simulation.launcher.revive)
+    simulation.host.crash(fault.lasts_s)
 
 
 def _doze(simulation: Simulation, fault: Fault, about: str | None) -> None:

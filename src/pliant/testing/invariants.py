@@ -133,6 +133,8 @@ class Checker:
         )
         self.require(grown, f"{name}: from {(era, exchange, number)} to {(*at, group.round)}")
         self._last[name] = (*at, group.round)
+        if at not in self._states:
+            self._only_those_who_compute_hold(group)
         other, state = self._states.setdefault(at, (name, group))
         if state is not group and state != group:
             raise Violation(f"{name} and {other} disagree about the state after {at}: {_difference(state, group)}")
@@ -157,6 +159,16 @@ class Checker:
             numbers: Any = training.parameters
             self.start = numbers[0].value
         self._compare(name, standing, group, training.plain_values())
+
+    def _only_those_who_compute_hold(self, group: GroupState) -> None:
+        """Nothing is dealt to members that do not compute, or whose scripts are not in the phase."""
+        for phase in group.open:
+            members = zip(group.roster, group.standings, phase.present, phase.ledger.hands, strict=True)
+            for worker, standing, present, hand in members:
+                computes = standing is Standing.ACTIVE and present
+                self.require(
+                    computes or not hand.queue, f"{worker} holds samples of phase {phase.number}: {standing!r}"
+                )
 
     def kept(self, name: str, kept_bytes: int, training: VirtualTraining) -> None:
         """A newcomer keeps gradients of past rounds: at most ``COPIES`` times those of one round, or a small amount."""

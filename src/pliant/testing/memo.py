@@ -12,17 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pliant.core import consistency, rounds, tickets
+from pliant.core import allowance, consistency, rounds, tickets
 from pliant.core.group_state import GroupState
 from pliant.core.tickets import Ticket
 
 
 @contextmanager
 def remembered() -> Iterator[None]:
-    """Cache the decisions of ``core.rounds``, digests and the contents of tickets."""
-    originals = rounds.settled, rounds.opened, consistency.digest, tickets.unpack
+    """Cache the decisions of ``core.rounds``, digests, allowances and the contents of tickets."""
+    originals = rounds.settled, rounds.opened, consistency.digest, allowance.allowance, tickets.unpack
     unpacked: dict[bytes, tuple[Ticket, int]] = {}
-    digests: dict[int, tuple[GroupState, int]] = {}
     unpack = tickets.unpack
 
     def seen(data: bytes) -> tuple[Ticket, int]:
@@ -31,18 +30,28 @@ def remembered() -> Iterator[None]:
             found = unpacked[data] = unpack(data)
         return found
 
-    def digest(group: GroupState) -> int:
-        found = digests.get(id(group))
-        if found is None:
-            found = digests[id(group)] = group, originals[2](group)
-        return found[1]
-
     rounds.settled, rounds.opened = _once(rounds.settled), _once(rounds.opened)
-    consistency.digest, tickets.unpack = digest, seen
+    consistency.digest, allowance.allowance = _of_state(consistency.digest), _of_state(allowance.allowance)
+    tickets.unpack = seen
     try:
         yield
     finally:
-        rounds.settled, rounds.opened, consistency.digest, tickets.unpack = originals
+        rounds.settled, rounds.opened, consistency.digest, allowance.allowance, tickets.unpack = originals
+
+
+def _of_state(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """``ask`` of a state and some numbers, once for each."""
+    # The states are kept, so that no other one can have their identity.
+    known: dict[tuple[int, ...], tuple[GroupState, Any]] = {}
+
+    def answer(group: GroupState, *numbers: int) -> Any:
+        key = (id(group), *numbers)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = group, ask(group, *numbers)
+        return found[1]
+
+    return answer
 
 
 def _once(decide: Callable[[GroupState, Sequence[Ticket]], Any]) -> Callable[[GroupState, Sequence[Ticket]], Any]:

@@ -169,11 +169,10 @@ class Simulation:
             process.walled = walled
             return process
 
-        launcher = VirtualLauncher(
-            self.world, self.network, start, workers=workers, owner=owner, host=self.host, grace_s=1.0
+        host = self.host if owner else None
+        return VirtualLauncher(
+            self.world, self.network, start, self._terminated, workers=workers, host=host, grace_s=1.0
         )
-        launcher.signal = self._terminated  # type: ignore[method-assign]
-        return launcher
 
     def join(self, workers: int, walled: str = "") -> None:
         """Another launcher brings more workers; ``walled``: their data ports cannot be reached, or reach nobody's."""
@@ -233,7 +232,7 @@ class Simulation:
 
     def _watch(self) -> None:
         world, scene = self.world, self.scene
-        if self.host.end is not None and all(launcher.over for launcher in self.launchers if launcher._name):
+        if self.host.end is not None and all(launcher.over for launcher in self.launchers if launcher.name):
             world.stop()
             return
         since_s = max(self.checker.settled_s, self.quiet_s)

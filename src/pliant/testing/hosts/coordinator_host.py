@@ -1,10 +1,9 @@
-"""The coordinator's machine, and a launcher.
+"""The coordinator's machine.
 
-Question  Who starts, ends and restarts virtual processes, and what survives a crash of the coordinator?
+Question  What survives a crash of the coordinator?
 Holds     The coordinator is the real one, fed with decoded messages and ticks. The disk survives its crash, perhaps
-          with a torn last line; its term is higher every time. A launcher behaves as ``launch.launcher``: it reports
-          ends, repeats them after a reconnection, and starts the coordinator again when it has died.
-Source    ours; coordinator/service.py, launch/launcher.py, launch/worker_processes.py.
+          with a torn last line; its term is higher every time.
+Source    ours; coordinator/service.py, launch/coordinator_supervisor.py.
 """
 
 from __future__ import annotations
@@ -18,16 +17,14 @@ from typing import Any
 from websockets.exceptions import ConnectionClosed
 
 from pliant.control import messages
+from pliant.coordinator import service
 from pliant.coordinator.coordinator import Coordinator
 from pliant.coordinator.journal import JournalFile
 from pliant.coordinator.run_spec import RunSpec
-from pliant.coordinator.service import TICK_S
 from pliant.core.membership import events
 from pliant.errors import UsageError
-from pliant.testing.clock import Process, World
+from pliant.testing.clock import World
 from pliant.testing.network import End, Network, Wire
-
-_RETRY_S = 0.2
 
 
 class _Path:
@@ -107,8 +104,27 @@ class _Peer:
         self._end.close()
 
 
+class _CoordinatorProcess:
+    """A coordinator's process, as its supervisor sees it."""
+
+    def __init__(self, ended: Callable[[int], None]) -> None:
+        self.is_alive = True
+        self._ended = ended
+
+    def tell(self) -> None:
+        """The system reports its end."""
+        if self.is_alive:
+            self.is_alive = False
+            self._ended(-9)
+
+    def dispose(self) -> None: ...
+
+
 class Host:
-    """Where the coordinator runs."""
+    """Where the coordinator runs: ``launch.coordinator_supervisor.CoordinatorHost``."""
+
+    has_journal = True
+    log = "coordinator.log"
 
     def __init__(self, world: World, network: Network, charter: RunSpec) -> None:
         self.world = world
@@ -125,12 +141,24 @@ class Host:
         self._numbers = itertools.count(1)
         self._ends: list[End] = []
         self._late: list[Callable[[], None]] = []
-        self.start()
+        self._process = _CoordinatorProcess(lambda status: None)
 
-    def start(self) -> None:
-        """Begin, or begin again under a higher term."""
-        if self.coordinator is not None or self.end is not None:
-            return
+    def make_again(self) -> bool:
+        """The virtual run directory is never removed."""
+        return False
+
+    def last_words(self) -> str:
+        """Nothing is written to the log."""
+        return ""
+
+    def begin(self, how: str, term: int, ended: Callable[[int], None]) -> _CoordinatorProcess:
+        """Start a coordinator, under a higher term than any before; none once the run has ended."""
+        self._process = _CoordinatorProcess(ended)
+        if self.end is None:
+            self._start()
+        return self._process
+
+    def _start(self) -> None:
         self.term += 1
         world = self.world
         world.note("coordinator", self.term)
@@ -155,10 +183,14 @@ class Host:
         self.network.accept = self._accept
         self._tick(self.coordinator)
 
-    def crash(self) -> None:
-        """It dies; connections break, the disk stays."""
-        if self.coordinator is None:
-            return
+    def crash(self, told_s: float) -> None:
+        """It dies: connections break, the disk stays. Its supervisor is told of it after so many seconds."""
+        process = self._process
+        if self.coordinator is not None:
+            self._die()
+        self.world.after(told_s, process.tell)
+
+    def _die(self) -> None:
         world = self.world
         world.note("crash", self.term)
         self.coordinator, self.network.accept = None, None
@@ -174,7 +206,7 @@ class Host:
             return
         if self.world.now_s >= self.asleep_until_s:
             self._do(coordinator, lambda: coordinator.handle(events.Tick(), self.world.now_s))
-        self.world.after(TICK_S, lambda: self._tick(coordinator))
+        self.world.after(service.TICK_S, lambda: self._tick(coordinator))
 
     def sleep(self, seconds: float) -> None:
         """The coordinator's machine stands still for a while."""
@@ -221,126 +253,3 @@ class Host:
         end.received, end.lost = received, lost
         del world
         self._do(coordinator, lambda: (coordinator.agent_connected if agent else coordinator.connected)(peer))
-
-
-class VirtualLauncher:
-    """A launcher with its processes."""
-
-    def __init__(
-        self,
-        world: World,
-        network: Network,
-        start: Callable[[str, int, Callable[[Process, int], None]], Process],
-        *,
-        workers: int,
-        owner: bool,
-        host: Host | None,
-        grace_s: float,
-    ) -> None:
-        self.world = world
-        self._network = network
-        self._start = start
-        self._workers = workers
-        self._owner = owner
-        self._host = host
-        self._grace_s = grace_s
-        self._name = ""
-        self._end: End | None = None
-        self._pids = itertools.count(1000 if owner else 2000)
-        self.processes: dict[str, Process] = {}
-        self.exits: dict[str, messages.Exited] = {}
-        self.over: messages.Over | None = None
-        world.after(0.0, self._connect)
-
-    # -- the coordinator
-
-    def _connect(self) -> None:
-        if self.over is not None:
-            return
-        wire = self._network.dial(self, agent=True)
-        if wire is None:
-            self.world.after(_RETRY_S, self._connect)
-            return
-        end = self._end = wire.near
-        end.received = lambda frame: self._received(end, messages.decode_to_agent(frame))
-        end.lost = lambda: self._lost(end)
-        names = list(self.processes)
-        wanted = 0 if self._name else self._workers
-        self._send(messages.Enlist(self._name, self._version, names, wanted, self._owner))
-
-    _version = "sim"
-
-    def _lost(self, end: End) -> None:
-        if end is self._end:
-            self._end = None
-            self.world.after(_RETRY_S, self._connect)
-
-    def _send(self, message: messages.FromAgent) -> None:
-        if self._end is not None:
-            with contextlib.suppress(ConnectionClosed):
-                self._end.send(messages.encode(message))
-
-    def _received(self, end: End, message: messages.ToAgent) -> None:
-        if end is not self._end:
-            return
-        match message:
-            case messages.Enlisted(agent=agent, slots=slots):
-                if not self._name:
-                    self._name = agent
-                    for slot in slots:
-                        self.start(slot)
-                for exited in self.exits.values():
-                    self._send(exited)
-            case messages.Start(slot=slot):
-                self.start(slot)
-            case messages.Terminate(slot=slot):
-                self.terminate(slot)
-            case messages.Kill(slot=slot):
-                if slot in self.processes:
-                    self.processes[slot].kill(-9)
-            case messages.Over():
-                self.over = message
-                self.world.note("over", message.reason)
-                end.close()
-            case messages.Refuse(reason=reason):
-                self.over = messages.Over(reason, completed=False, exit_status=1)
-            case _:
-                pass
-
-    # -- processes
-
-    def start(self, slot: str) -> None:
-        """Start the slot's process, unless it runs."""
-        if slot in self.processes and self.processes[slot].alive:
-            return
-        pid = next(self._pids)
-        self.exits.pop(slot, None)
-        self.world.note("start", slot, pid)
-        self.processes[slot] = self._start(slot, pid, self._ended)
-
-    def _ended(self, process: Process, status: int) -> None:
-        self.world.note("exit", process.name, process.pid, status)
-        exited = messages.Exited(process.name, process.pid, status)
-
-        def tell() -> None:
-            if self.processes.get(process.name) is process:
-                self.exits[process.name] = exited
-                self._send(exited)
-
-        self.world.after(self.world.between(0.001, 0.02), tell)
-
-    def terminate(self, slot: str) -> None:
-        """SIGTERM, and SIGKILL after the grace."""
-        process = self.processes.get(slot)
-        if process is None or not process.alive:
-            return
-        self.world.note("terminate", slot)
-        self.signal(process)
-        self.world.after(self._grace_s, lambda: process.kill(-9))
-
-    signal: Callable[[Process], None] = staticmethod(lambda process: process.kill(-15))
-
-    def revive(self) -> None:
-        """The coordinator has died: start it again."""
-        if self._host is not None:
-            self._host.start()
