@@ -162,8 +162,13 @@ class Enrolment:
             self.link.leaving(self._leaving_for)
 
     def send_lines_again(self) -> None:
-        """Send the last journal lines: the worker whose task it is may not, and none keeps them any longer."""
-        self.link.send_lines_again()
+        """Send the last journal lines: the worker whose task it is may not, and none keeps them any longer.
+
+        A worker that was taken off the roster and is in no era since has none to send: the others may have decided
+        otherwise than its last lines say.
+        """
+        if self.enlisted:
+            self.link.send_lines_again()
 
     def finish(self, *, left: bool, over: bool = False) -> None:
         """Say goodbye. At the script's end, raises ``RunEnded`` if this worker was evicted: the others do not know of
