@@ -35,7 +35,7 @@ from pliant.core.tickets import Flag
 from pliant.testing.faults import Fault
 from pliant.testing.simulation import Scene, Simulation
 
-EXAMPLES = 60
+EXAMPLES = 50
 
 PACES = st.sampled_from([0.001, 0.002, 0.004, 0.008, 0.02])
 
@@ -106,6 +106,12 @@ def test_every_position_is_spent_once_whoever_comes_and_goes(scene: Scene, seed:
         # Where all are lost at once the last phase has no end.
         if isinstance(record, PhaseEndRecord):
             assert sorted(positions[record.phase]) == list(range(lengths[record.phase]))
+
+
+@settings(max_examples=EXAMPLES // 2)
+@given(elastic_scenes(), st.integers(0, 99))
+def test_the_journal_passes_the_audit(scene: Scene, seed: int) -> None:
+    records = history(scene, seed)
     report = audit(records)
     assert report.problems == []
     eras = [record for record in records if isinstance(record, EraRecord)]

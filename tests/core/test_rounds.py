@@ -38,7 +38,7 @@ def positions(play: SteadyHistory, phase: int) -> tuple[list[int], list[int]]:
     return used, cut
 
 
-@settings(max_examples=60)
+@settings(max_examples=50)
 @given(scenes())
 def test_every_position_once_or_cut_whatever_happens(scene: SteadyScene) -> None:
     play = played(scene)
@@ -60,7 +60,7 @@ def test_all_workers_reach_the_same_states(scene: SteadyScene) -> None:
         assert member.group == leader.group
 
 
-@settings(max_examples=60)
+@settings(max_examples=50)
 @given(scenes())
 def test_a_round_that_is_seen_finds_everyone_who_takes_part_in_its_step(scene: SteadyScene) -> None:
     play = played(scene)
@@ -153,7 +153,7 @@ def slowest_s(scene: SteadyScene) -> float:
     return max((size + 1) / speed for size, speed in zip(scene.sizes, scene.speeds, strict=True))
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(measured_scenes())
 @example(CRUMBS)
 @example(FAST_AND_SLOW)
@@ -162,7 +162,7 @@ def test_at_the_end_nobody_waits_longer_than_a_micro_batch_of_the_slowest(scene:
     assert end_idle_s(played(scene), 2) <= slowest_s(scene) + scene.sum_s + 1e-9
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(measured_scenes())
 @example(CRUMBS)
 @example(FAST_AND_SLOW)
