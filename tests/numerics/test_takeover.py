@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +23,9 @@ from pliant.types import WorkerId
 from pliant.worker.elastic.catch_up import CatchUp
 from pliant.worker.elastic.donor import StateServer
 from pliant.worker.elastic.reception import Reception
-from pliant.worker.elastic.rendezvous import FormedGroup
-from pliant.worker.elastic.user_state import STATE, UserState, at_end_of
+from pliant.worker.elastic.rendezvous import EraBroken, FormedGroup
+from pliant.worker.elastic.user_state import STATE, UserState, at_end_of, before_hooks_of
+from pliant.worker.script.hooks import Hooks, Update
 from pliant.worker.snapshot import META, snapshot
 
 
@@ -250,6 +251,98 @@ def test_who_leaves_hands_its_state_on_unless_somebody_is_ahead_now(spare: Spare
     spare.donor.serve(ahead)
     with pytest.raises(LookupError, match="newer"):
         spare.served([STATE], 41)
+
+
+class Ready:
+    """One of two newcomers that became active with an update. Only ``w0`` has the user's state before its hooks."""
+
+    def __init__(self) -> None:
+        model = nn.Linear(2, 1)
+        self.training = training_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        self.line = Line("w0's")
+        self.state = {"updates": 0}
+        state, me = {"state": self.state}, WorkerId("w1")
+        self.roster = tuple(map(WorkerId, ("w0", "w1", "w2")))
+        self.reception = Reception(lambda: me, self.training, state, lambda address: self.line, lambda text: None)
+        self.users_state = UserState(lambda: me, self.training, state, self.reception, shared=True)
+        self.group = replace(founded(Policy(4), 3, self.roster), exchange=33, round=5, updates=4)
+        self.reception.take_over(self.group, self.seat(3, *self.roster), keep=True)
+        member: Any = SimpleNamespace(
+            me=me,
+            group=self.group,
+            training=self.training,
+            reception=self.reception,
+            users_state=self.users_state,
+            script=SimpleNamespace(calls=0, draws=lambda: None),
+            fresh=frozenset(self.roster[1:]),
+            follows=False,
+        )
+        lookout: Any = SimpleNamespace(in_hook=False, swapped=None, wait_at_rest=lambda arrived: self.wait(arrived))
+        self.hooks = Hooks(member, lookout)
+        self.hooks.add_on_update(self._count)
+        self.wait: Callable[[Callable[[], bool]], None] = lambda arrived: None
+
+    def seat(self, era: int, *roster: WorkerId) -> FormedGroup:
+        return FormedGroup(None, era, roster, 0, {worker: f"{worker}'s" for worker in roster})
+
+    def _count(self, update: Update) -> None:
+        self.state["updates"] += 1
+
+    def update(self) -> None:
+        outcome: Any = SimpleNamespace(round=5, loss=0.5, ended=False)
+        self.hooks.note(outcome, (0.1,), lambda: None)
+
+    def handed_on(self) -> Any:
+        """What ``w2`` gets, which asks for that moment."""
+        name = before_hooks_of(33)
+        found = self.users_state.answer([name], 33, self.group)
+        assert found is not None
+        return found[name]
+
+
+@pytest.fixture
+def ready() -> Iterator[Ready]:
+    found = Ready()
+    yield found
+    found.users_state.drop()
+    found.training.close()
+
+
+def test_who_was_sent_the_state_before_the_hooks_hands_it_on(ready: Ready) -> None:
+    """The one that had it may be lost before it has sent it to the other one."""
+
+    def wait(arrived: Callable[[], bool]) -> None:
+        assert not arrived()
+        ready.line.answer(33, updates=3)
+        assert arrived()
+
+    ready.wait = wait
+    ready.update()
+    with pytest.raises(LookupError):
+        ready.handed_on()
+    ready.hooks.call()
+    assert ready.state == {"updates": 4}
+    assert ready.handed_on() == {"updates": 3}
+
+
+def test_who_goes_on_without_the_state_before_the_hooks_hands_its_own_on(ready: Ready) -> None:
+    """The one that had it is lost: the other newcomer waits for that of the new era's donor."""
+
+    def wait(arrived: Callable[[], bool]) -> None:
+        assert not arrived()
+        raise EraBroken("w0 was lost")
+
+    ready.wait = wait
+    ready.update()
+    with pytest.raises(EraBroken):
+        ready.hooks.call()
+    rest = ready.roster[1:]
+    now = replace(ready.group, era=4, exchange=34, roster=rest, standings=(Standing.ACTIVE,) * 2)
+    ready.users_state.go_on(now, ready.seat(4, *rest), knows_best=True)
+    assert ready.users_state.lost
+    ready.hooks.call()
+    assert ready.state == {"updates": 1}
+    assert ready.handed_on() == {"updates": 0}
 
 
 # -- what is kept of the rounds meanwhile

@@ -137,6 +137,8 @@ class Hooks(Registered):
         self._pending: Update | None = None
         self._exchange = 0
         """the exchange in which the pending update's round was settled"""
+        self._keeps_late = False
+        """another worker may ask for the user's state of that moment, which this one is still to receive itself"""
         self._then: Callable[[], None] = lambda: None
         self._writes = True
         """a function may write to the weights and put them back: compare them before and after"""
@@ -157,6 +159,7 @@ class Hooks(Registered):
         member.users_state.install_restored(member.script.calls)
         if member.fresh:
             member.users_state.keep_before_hooks(self._exchange)
+        self._keeps_late = not member.reception.holds_all and bool(member.fresh - {member.me})
 
     @property
     def due(self) -> bool:
@@ -171,6 +174,9 @@ class Hooks(Registered):
         if not member.follows:
             # If the era ends meanwhile, they are still due in the next one.
             self._take_users_state()
+            if self._keeps_late:
+                # The worker that has sent it here may be lost before it has sent it to the others.
+                member.users_state.keep_before_hooks(self._exchange)
         self._pending = None
         if member.follows:
             self._lookout.in_hook = False
