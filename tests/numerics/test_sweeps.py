@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from pliant.tensors import passes, sweep
 from pliant.tensors.gradients import FlatGradients
 from pliant.tensors.lookahead import LookAhead
-from pliant.tensors.sweep import Agreement, Sweeps, sweeps_for
+from pliant.tensors.sweep import Agreement, LookAheadSweep, Sweeps, UpdateSweep, sweeps_for
 
 KINDS = (SGD, Adam, AdamW)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -73,8 +73,11 @@ class Case:
         assert made is not None
         return made
 
-    def settle(self, gradients: FlatGradients, **how: Any) -> bool:
-        return self.sweeps().settle(gradients.views, self.present, self.hyper(), factor=self.factor, **how)
+    def update(self, gradients: FlatGradients, *, clears: bool = False) -> UpdateSweep:
+        return UpdateSweep(gradients.views, self.present, self.hyper(), self.factor, clears)
+
+    def settle(self, gradients: FlatGradients, *, clears: bool = False) -> bool:
+        return self.sweeps().settle(self.update(gradients, clears=clears))
 
     def state(self) -> list[Tensor]:
         """All that the optimizer keeps, in order."""
@@ -220,11 +223,11 @@ def test_the_first_update_is_the_optimizers() -> None:
     for kind, expected in ((SGD, True), (AdamW, False)):
         p = Parameter(torch.ones(3))
         sweeps = sweeps_for(kind([p], lr=0.1), [p])
-        assert sweeps is not None and sweeps.settle([torch.ones(3)], 1, [{}]) is expected
+        assert sweeps is not None and sweeps.settle(UpdateSweep([torch.ones(3)], 1, [{}])) is expected
         assert bool((p != 1.0).all()) is expected
     p = Parameter(torch.ones(3))
     sweeps = sweeps_for(SGD([p], lr=0.1, momentum=0.9), [p])
-    assert sweeps is not None and not sweeps.settle([torch.ones(3)], 1, [{}])
+    assert sweeps is not None and not sweeps.settle(UpdateSweep([torch.ones(3)], 1, [{}]))
 
 
 def test_autograd_sees_that_weights_were_changed() -> None:
@@ -232,7 +235,7 @@ def test_autograd_sees_that_weights_were_changed() -> None:
     sweeps = sweeps_for(SGD([p], lr=0.1), [p])
     assert sweeps is not None
     loss = (p * p).sum()
-    sweeps.settle([torch.ones(3)], 1, [{}])
+    sweeps.settle(UpdateSweep([torch.ones(3)], 1, [{}]))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -249,7 +252,7 @@ def test_the_look_ahead_point_is_where_an_update_would_lead(case: Case, parked: 
         for index, kept in copies.items():
             kept.copy_(gradients.views[index])
     own = None if parked else gradients.views
-    ahead.sweeps().ahead(copies, ahead.present, ahead.hyper(), own=own, scale=ahead.factor)
+    ahead.sweeps().ahead(LookAheadSweep(copies, ahead.present, ahead.hyper(), own, ahead.factor))
     assert settled.settle(settled.gradients())
     assert same(ahead.parameters, settled.parameters)
     assert same(list(copies.values()), plain)
@@ -262,7 +265,7 @@ def test_it_is_that_of_the_formula(case: Case, contributed: bool) -> None:
     ahead, peeked = twins(case)
     present = case.present if contributed else None
     copies = ahead.copies()
-    ahead.sweeps().ahead(copies, present, ahead.hyper(0.5), own=ahead.gradients().views, scale=0.3)
+    ahead.sweeps().ahead(LookAheadSweep(copies, present, ahead.hyper(0.5), ahead.gradients().views, 0.3))
     # A rate that is a tensor is computed with in its own precision, as the optimizer does.
     near = 1e-6 if any(isinstance(group["lr"], Tensor) for group in case.optimizer.param_groups) else 1e-12
     lookahead = LookAhead(peeked.optimizer, peeked.parameters)
@@ -279,36 +282,52 @@ def test_before_the_first_update_it_is_that_of_a_new_optimizer(kind: Any) -> Non
     optimizer = kind([looking], lr=0.1, **settings)
     sweeps, copies = sweeps_for(optimizer, [looking]), {0: torch.zeros(70)}
     assert sweeps is not None
-    sweeps.ahead(copies, None, [{}])
+    sweeps.ahead(LookAheadSweep(copies, None, [{}]))
     assert torch.equal(looking, torch.ones(70)) and torch.equal(copies[0], looking)
-    sweeps.ahead(copies, 1, [{}], own=[gradient])
+    sweeps.ahead(LookAheadSweep(copies, 1, [{}], [gradient]))
     stepped.grad = gradient
     kind([stepped], lr=0.1, **settings).step()
     torch.testing.assert_close(looking, stepped, rtol=1e-12, atol=1e-12)
     assert torch.equal(copies[0], torch.ones(70)) and not optimizer.state
 
 
-@given(cases(), st.sampled_from([None, 0, 3, 5, 63]))
-def test_both_in_one_are_one_after_the_other(case: Case, own: int | None) -> None:
+@given(cases(), st.sampled_from([None, 0, 3, 5, 63]), st.booleans(), st.booleans())
+def test_both_in_one_are_one_after_the_other(case: Case, own: int | None, away: bool, parked: bool) -> None:
+    """Also where the copies hold the plain weights, and the model something else: maybe the parked gradients."""
     once, twice = twins(case)
-    made: list[tuple[Case, dict[int, Tensor], FlatGradients]] = []
+    found: list[list[Tensor]] = []
     for each in (once, twice):
-        gradients, copies = each.gradients(), each.copies()
-        for index, kept in copies.items():
-            kept.copy_(each.gradients(1).views[index])
+        gradients, copies, mine = each.gradients(), each.copies(), each.gradients(1)
+        is_away = away and each is once
+        with torch.no_grad():
+            for index, p in enumerate(each.parameters):
+                if is_away:
+                    copies[index].copy_(p)
+                (p if is_away else copies[index]).copy_(mine.views[index])
+        update = each.update(gradients, clears=True)
+        step = LookAheadSweep(copies, own, each.hyper(0.7), None if parked else mine.views, 0.9)
         if each is once:
-            assert each.sweeps().settle_and_look_ahead(
-                gradients.views, each.present, each.hyper(), copies, own, each.hyper(0.7),
-                factor=each.factor, clears=True, scale=0.9,
-            )  # fmt: skip
+            assert each.sweeps().settle_and_look_ahead(update, step, away=away)
         else:
-            assert each.settle(gradients, clears=True)
-            each.sweeps().ahead(copies, own, each.hyper(0.7), scale=0.9)
-        made.append((each, copies, gradients))
-    (first, its_copies, its_gradients), (second, copies, gradients) = made
-    assert same(first.parameters, second.parameters) and same(first.state(), second.state())
-    assert same(list(its_copies.values()), list(copies.values()))
-    assert same(its_gradients.flats, gradients.flats)
+            assert each.sweeps().settle(update)
+            each.sweeps().ahead(step)
+        found.append([*each.parameters, *each.state(), *copies.values(), *gradients.flats])
+    assert same(*found)
+
+
+@given(cases(), st.booleans())
+def test_an_update_may_lead_back_to_the_model(case: Case, clears: bool) -> None:
+    """From the look-ahead point: the plain weights are in the copies."""
+    away, here = twins(case)
+    copies, gradients = away.copies(), away.gradients()
+    with torch.no_grad():
+        for index, p in enumerate(away.parameters):
+            copies[index].copy_(p)
+            p.fill_(math.nan)
+    assert away.sweeps().settle(away.update(gradients, clears=clears), copies)
+    assert here.settle(here.gradients())
+    assert same([*away.parameters, *away.state()], [*here.parameters, *here.state()])
+    assert not clears or not any(bool(flat.any()) for flat in gradients.flats)
 
 
 # -- the ways of making a pass
@@ -331,11 +350,9 @@ def test_they_give_the_bits_of_torchs_operators(case: Case, own: int | None, thr
             if each is composed:
                 without_kernel(patch)
             copies, gradients = each.copies(), each.gradients()
+            step = LookAheadSweep(copies, own, each.hyper(0.7), each.gradients(1).views, 0.9)
             torch.set_num_threads(threads)
-            assert each.sweeps().settle_and_look_ahead(
-                gradients.views, each.present, each.hyper(), copies, own, each.hyper(0.7),
-                factor=each.factor, clears=True, own=each.gradients(1).views, scale=0.9,
-            )  # fmt: skip
+            assert each.sweeps().settle_and_look_ahead(each.update(gradients, clears=True), step)
             torch.set_num_threads(1)
         found.append([*each.parameters, *each.state(), *copies.values(), *gradients.flats])
     assert same(*found)
@@ -416,7 +433,7 @@ def begun(kind: Any = SGD, **settings: Any) -> tuple[Any, Sweeps]:
 
 
 def settles(sweeps: Sweeps) -> bool:
-    done = sweeps.settle([torch.ones(4)], 1, [{}])
+    done = sweeps.settle(UpdateSweep([torch.ones(4)], 1, [{}]))
     assert done is sweeps.settles
     return done
 

@@ -50,11 +50,16 @@ enum { SGD_FACTOR, SGD_DECAY, SGD_MOMENTUM, SGD_INCOMING, SGD_RATE, SGD_NESTEROV
 enum { ADAM_FACTOR, ADAM_SHRINK, ADAM_DECAY, ADAM_WEIGHT, ADAM_BETA2, ADAM_INCOMING, ADAM_CORRECTION, ADAM_EPS, ADAM_RATE,
        ADAM_KIND, ADAM_AMSGRAD };
 
-/* One parameter: as many elements, in the same order in memory, in each of its tensors. */
+/* One parameter: as many elements, in the same order in memory, in each of its tensors.
+
+   The update leads from ``source`` to ``weights``, the look-ahead step from there to ``point``. Each may be the same memory as
+   another one. */
 typedef struct {
     int64_t count;
     int64_t acts;
     void *weights;
+    void *source;
+    void *point;
     void *gradient;
     void *state[STATES];
     void *copy;
@@ -63,7 +68,7 @@ typedef struct {
     const double *ahead;
 } Segment;
 
-enum { COLUMNS = 11 };
+enum { COLUMNS = 13 };
 
 typedef struct {
     int method;
@@ -216,8 +221,8 @@ static void run(const Sweep *sweep, const Variant *variant, int64_t pieces, int 
 #endif
 }
 
-/* Makes the segments of a table of whole numbers: count, acts, weights, gradient, state (three), copy, own, rows of numbers
-   for the update and for the look-ahead. NULL with an exception set where it is malformed. */
+/* Makes the segments of a table of whole numbers: count, acts, weights, source, point, gradient, state (three), copy, own,
+   rows of numbers for the update and for the look-ahead. NULL with an exception set where it is malformed. */
 static Segment *segments_of(const Py_buffer *table, const Py_buffer *numbers, int64_t *count, int64_t *pieces)
 {
     const int64_t *cell = table->buf;
@@ -235,7 +240,7 @@ static Segment *segments_of(const Py_buffer *table, const Py_buffer *numbers, in
     }
     for (int64_t k = 0; k < *count; k++, cell += COLUMNS) {
         Segment *s = &segment[k];
-        if (cell[0] < 0 || cell[9] < 0 || cell[9] >= rows || cell[10] < 0 || cell[10] >= rows) {
+        if (cell[0] < 0 || cell[11] < 0 || cell[11] >= rows || cell[12] < 0 || cell[12] >= rows) {
             free(segment);
             PyErr_SetString(PyExc_ValueError, "a segment refers to numbers that are not there");
             return NULL;
@@ -243,13 +248,15 @@ static Segment *segments_of(const Py_buffer *table, const Py_buffer *numbers, in
         s->count = cell[0];
         s->acts = cell[1];
         s->weights = (void *)(intptr_t)cell[2];
-        s->gradient = (void *)(intptr_t)cell[3];
+        s->source = (void *)(intptr_t)cell[3];
+        s->point = (void *)(intptr_t)cell[4];
+        s->gradient = (void *)(intptr_t)cell[5];
         for (int i = 0; i < STATES; i++)
-            s->state[i] = (void *)(intptr_t)cell[4 + i];
-        s->copy = (void *)(intptr_t)cell[7];
-        s->own = (void *)(intptr_t)cell[8];
-        s->settle = (const double *)numbers->buf + cell[9] * ROW;
-        s->ahead = (const double *)numbers->buf + cell[10] * ROW;
+            s->state[i] = (void *)(intptr_t)cell[6 + i];
+        s->copy = (void *)(intptr_t)cell[9];
+        s->own = (void *)(intptr_t)cell[10];
+        s->settle = (const double *)numbers->buf + cell[11] * ROW;
+        s->ahead = (const double *)numbers->buf + cell[12] * ROW;
         *pieces += pieces_of(s);
     }
     return segment;

@@ -14,16 +14,17 @@
 #define ADDCMUL(a, b, c, value) ROUND(MADD((value) * (b), (c), (a)))
 #define ADDCDIV(a, b, c, value) ROUND((a) + (value) * (b) / (c))
 
-/* A step of SGD. ``ahead``: the weights before it go to ``copy``, and the momentum stays as it is.
-   ``momentum``: NONE, PLAIN, NESTEROV, or FRESH (Nesterov without a buffer yet). */
-static INLINE TARGET void NAME(sgd)(int64_t n, STORED *weights, const STORED *gradient, STORED *buffer, STORED *copy,
-                                    const double *row, const int ahead, const int decays, const int momentum)
+/* A step of SGD from ``source`` to ``weights``. ``ahead``: the weights before it go to ``copy``, too, and the momentum stays
+   as it is. ``momentum``: NONE, PLAIN, NESTEROV, or FRESH (Nesterov without a buffer yet). */
+static INLINE TARGET void NAME(sgd)(int64_t n, const STORED *source, STORED *weights, const STORED *gradient,
+                                    STORED *buffer, STORED *copy, const double *row, const int ahead, const int decays,
+                                    const int momentum)
 {
     const REAL factor = (REAL)row[SGD_FACTOR], decay = (REAL)row[SGD_DECAY], keep = (REAL)row[SGD_MOMENTUM];
     const REAL incoming = (REAL)row[SGD_INCOMING], rate = (REAL)row[SGD_RATE], look = (REAL)row[SGD_NESTEROV];
     INDEPENDENT
     for (int64_t i = 0; i < n; i++) {
-        const REAL w = LOAD(weights[i]);
+        const REAL w = LOAD(source[i]);
         REAL g = TIMES(LOAD(gradient[i]), factor);
         if (decays)
             g = PLUS(g, w, decay);
@@ -43,9 +44,9 @@ static INLINE TARGET void NAME(sgd)(int64_t n, STORED *weights, const STORED *gr
 }
 
 /* A step of Adam or AdamW. ``decay``: NONE, COUPLED or DECOUPLED. */
-static INLINE TARGET void NAME(adam)(int64_t n, STORED *weights, const STORED *gradient, STORED *first, STORED *second,
-                                     STORED *largest, STORED *copy, const double *row, const int ahead,
-                                     const int decay, const int amsgrad)
+static INLINE TARGET void NAME(adam)(int64_t n, const STORED *source, STORED *weights, const STORED *gradient,
+                                     STORED *first, STORED *second, STORED *largest, STORED *copy, const double *row,
+                                     const int ahead, const int decay, const int amsgrad)
 {
     const REAL factor = (REAL)row[ADAM_FACTOR], shrink = (REAL)row[ADAM_SHRINK], coupled = (REAL)row[ADAM_DECAY];
     const REAL weight = (REAL)row[ADAM_WEIGHT], beta2 = (REAL)row[ADAM_BETA2], incoming = (REAL)row[ADAM_INCOMING];
@@ -54,7 +55,7 @@ static INLINE TARGET void NAME(adam)(int64_t n, STORED *weights, const STORED *g
     const REAL share = small ? weight : weight - (REAL)1;
     INDEPENDENT
     for (int64_t i = 0; i < n; i++) {
-        const REAL plain = LOAD(weights[i]);
+        const REAL plain = LOAD(source[i]);
         REAL w = plain, g = TIMES(LOAD(gradient[i]), factor);
         if (decay == DECOUPLED)
             w = TIMES(w, shrink);
@@ -86,15 +87,15 @@ static INLINE TARGET void NAME(adam)(int64_t n, STORED *weights, const STORED *g
 }
 
 #define SGD_LOOP(ahead, decays, momentum) \
-    NAME(sgd)(n, weights, gradient, buffer, copy, row, ahead, decays, momentum); break;
+    NAME(sgd)(n, source, weights, gradient, buffer, copy, row, ahead, decays, momentum); break;
 #define SGD_LOOPS(ahead, decays) \
     case NONE: SGD_LOOP(ahead, decays, NONE) \
     case PLAIN: SGD_LOOP(ahead, decays, PLAIN) \
     case NESTEROV: SGD_LOOP(ahead, decays, NESTEROV) \
     case FRESH: SGD_LOOP(ahead, decays, FRESH)
 
-static TARGET void NAME(sgd_step)(int64_t n, STORED *weights, const STORED *gradient, STORED *const *state,
-                                  STORED *copy, const double *row, int ahead)
+static TARGET void NAME(sgd_step)(int64_t n, const STORED *source, STORED *weights, const STORED *gradient,
+                                   STORED *const *state, STORED *copy, const double *row, int ahead)
 {
     STORED *buffer = state[0];
     int momentum = (int)row[SGD_KIND];
@@ -112,14 +113,14 @@ static TARGET void NAME(sgd_step)(int64_t n, STORED *weights, const STORED *grad
 }
 
 #define ADAM_LOOP(ahead, decay, amsgrad) \
-    NAME(adam)(n, weights, gradient, state[0], state[1], state[2], copy, row, ahead, decay, amsgrad); break;
+    NAME(adam)(n, source, weights, gradient, state[0], state[1], state[2], copy, row, ahead, decay, amsgrad); break;
 #define ADAM_LOOPS(ahead, amsgrad) \
     case NONE: ADAM_LOOP(ahead, NONE, amsgrad) \
     case COUPLED: ADAM_LOOP(ahead, COUPLED, amsgrad) \
     case DECOUPLED: ADAM_LOOP(ahead, DECOUPLED, amsgrad)
 
-static TARGET void NAME(adam_step)(int64_t n, STORED *weights, const STORED *gradient, STORED *const *state,
-                                   STORED *copy, const double *row, int ahead)
+static TARGET void NAME(adam_step)(int64_t n, const STORED *source, STORED *weights, const STORED *gradient,
+                                   STORED *const *state, STORED *copy, const double *row, int ahead)
 {
     const int decay = (int)row[ADAM_KIND], amsgrad = row[ADAM_AMSGRAD] != 0;
     if (ahead && amsgrad)
@@ -132,30 +133,34 @@ static TARGET void NAME(adam_step)(int64_t n, STORED *weights, const STORED *gra
         switch (decay) { ADAM_LOOPS(0, 0) }
 }
 
+typedef void (*NAME(Method))(int64_t, const STORED *, STORED *, const STORED *, STORED *const *, STORED *, const double *,
+                             int);
+
+static INLINE TARGET STORED *NAME(at)(void *begin, int64_t start)
+{
+    return begin ? (STORED *)begin + start : NULL;
+}
+
 /* One piece of a segment: the update, the look-ahead step, or both. */
 static TARGET void NAME(step)(const Sweep *sweep, const Segment *s, int64_t start, int64_t n)
 {
-    STORED *weights = (STORED *)s->weights + start;
-    STORED *state[STATES];
+    STORED *weights = NAME(at)(s->weights, start), *copy = NAME(at)(s->copy, start);
+    STORED *state[STATES], *gradient = NAME(at)(s->gradient, start);
     for (int k = 0; k < STATES; k++)
-        state[k] = s->state[k] ? (STORED *)s->state[k] + start : NULL;
-    STORED *gradient = s->gradient ? (STORED *)s->gradient + start : NULL;
-    STORED *copy = s->copy ? (STORED *)s->copy + start : NULL;
-    const STORED *own = s->own ? (const STORED *)s->own + start : (const STORED *)ZEROES;
-    void (*const step)(int64_t, STORED *, const STORED *, STORED *const *, STORED *, const double *, int) =
-        sweep->method == METHOD_SGD ? NAME(sgd_step) : NAME(adam_step);
+        state[k] = NAME(at)(s->state[k], start);
+    const NAME(Method) step = sweep->method == METHOD_SGD ? NAME(sgd_step) : NAME(adam_step);
     if (s->acts & ACT_SETTLE)
-        step(n, weights, gradient, state, NULL, s->settle, 0);
+        step(n, NAME(at)(s->source, start), weights, gradient, state, NULL, s->settle, 0);
     if (s->acts & ACT_CLEAR)
         memset(gradient, 0, (size_t)n * sizeof(STORED));
     if (s->acts & ACT_AHEAD) {
+        const STORED *own = s->own ? NAME(at)(s->own, start) : (const STORED *)ZEROES;
         STORED nothing[PIECE];
-        STORED *stand_in[STATES] = {state[0], state[1], state[2]};
         if (sweep->method == METHOD_ADAM && state[0] == NULL) {
             memset(nothing, 0, (size_t)n * sizeof(STORED));
-            stand_in[0] = stand_in[1] = stand_in[2] = nothing;
+            state[0] = state[1] = state[2] = nothing;
         }
-        step(n, weights, own, stand_in, copy, s->ahead, 1);
+        step(n, weights, NAME(at)(s->point, start), own, state, copy, s->ahead, 1);
     } else if (s->acts & ACT_COPY) {
         memcpy(copy, weights, (size_t)n * sizeof(STORED));
     }

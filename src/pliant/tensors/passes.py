@@ -32,8 +32,8 @@ _PIECE = 1 << 17
 
 _SGD, _ADAM, _PARK = range(3)
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
-_COLUMNS = 11
-"""Numbers in a row of the kernel's tables."""
+_NUMBERS = 11
+"""in a row of the kernel's table of numbers"""
 _NONE, _PLAIN, _NESTEROV = range(3)
 _COUPLED, _DECOUPLED = 1, 2
 
@@ -127,25 +127,41 @@ def adam_numbers(group: Mapping[str, Any], factor: float, step: float, *, decoup
 
 @dataclass(slots=True)
 class SweptParameter:
-    """A parameter, and what is done to it in one pass."""
+    """A parameter, and what is done to it in one pass. Tensors may be the same memory."""
 
     weights: Tensor
+    """the plain weights after the update"""
     gradient: Tensor | None = None
     """what is settled"""
     state: tuple[Tensor | None, ...] = ()
     """the momentum; or first moment, second moment, its maximum. Empty in a look-ahead step: nothing is kept yet"""
     copy: Tensor | None = None
     own: Tensor | None = None
-    """the gradient of the look-ahead step, maybe the copy itself; None: zero"""
+    """the gradient of the look-ahead step; None: zero"""
     acts: Act = Act.NONE
     settle: Numbers | None = None
     ahead: Numbers | None = None
     counter: Tensor | None = None
     """of the updates; moved with this one"""
+    source: Tensor | None = None
+    """the weights that the update leads from; None: ``weights``"""
+    point: Tensor | None = None
+    """what the look-ahead step leads to; None: ``weights``"""
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
-        return [t for t in (self.weights, self.gradient, *self.state, self.copy, self.own) if t is not None]
+        some = (self.weights, self.gradient, *self.state, self.copy, self.own, self.source, self.point)
+        return [tensor for tensor in some if tensor is not None]
+
+    def written(self) -> Iterator[Tensor]:
+        """Those that are not merely Pliant's own."""
+        if Act.SETTLE in self.acts:
+            yield self.weights
+            yield from (tensor for tensor in self.state if tensor is not None)
+        if Act.AHEAD in self.acts:
+            yield self.weights if self.point is None else self.point
+        if self.copy is not None:
+            yield self.copy
 
 
 @torch.no_grad()
@@ -192,8 +208,8 @@ def park(gradients: Sequence[Tensor], copies: Sequence[Tensor] | None = None, *,
         table = array("q")
         for gradient, copy in zip(each, kept, strict=True):
             into = 0 if copies is None else copy.data_ptr()
-            table.extend((gradient.numel(), 0, 0, gradient.data_ptr(), 0, 0, 0, into, 0, 0, 0))
-        numbers = array("d", bytes(8 * _COLUMNS))
+            table.extend((gradient.numel(), 0, 0, 0, 0, gradient.data_ptr(), 0, 0, 0, into, 0, 0, 0))
+        numbers = array("d", bytes(8 * _NUMBERS))
         total += kernel.sweep(_PARK, _TYPES[dtype], False, torch.get_num_threads(), factor, table, numbers)
     return total
 
@@ -234,15 +250,14 @@ def _sweep_all(parameters: Sequence[SweptParameter], method: int, dtype: torch.d
                 rows[row] = len(rows)
                 numbers.extend(_padded(row, dtype))
         first, second, third = (*each.state, None, None, None)[:3]
+        source, point = each.source, each.point
         table.extend((
-            each.weights.numel(), each.acts.value, each.weights.data_ptr(), _address(each.gradient), _address(first),
-            _address(second), _address(third), _address(each.copy), _address(each.own), rows[each.settle],
-            rows[each.ahead],
+            each.weights.numel(), each.acts.value, each.weights.data_ptr(),
+            _address(each.weights if source is None else source), _address(each.weights if point is None else point),
+            _address(each.gradient), _address(first), _address(second), _address(third), _address(each.copy),
+            _address(each.own), rows[each.settle], rows[each.ahead],
         ))  # fmt: skip
-        if Act.SETTLE in each.acts or Act.AHEAD in each.acts:
-            written.append(each.weights)
-        if Act.SETTLE in each.acts:
-            written += [tensor for tensor in each.state if tensor is not None]
+        written += each.written()
     _sweep.sweep(method, _TYPES[dtype], fused, torch.get_num_threads(), 1.0, table, numbers)
     for tensor in written:
         increment_version(tensor)
@@ -259,7 +274,7 @@ def _padded(row: Numbers | None, dtype: torch.dtype) -> list[float]:
         added = _ADDED[type(row)]
         row = row._replace(**{name: _rounded(getattr(row, name)) for name in added})
     numbers = [] if row is None else [float(number) for number in row]
-    return [*numbers, *[0.0] * (_COLUMNS - len(numbers))]
+    return [*numbers, *[0.0] * (_NUMBERS - len(numbers))]
 
 
 _ADDED = {SgdNumbers: ("decay", "incoming", "rate", "nesterov"), AdamNumbers: ("decay", "eps")}
@@ -273,8 +288,9 @@ def _rounded(number: float) -> float:
 def _kernel(method: int, dtype: torch.dtype) -> bool | None:
     """Whether the compiled loops add products unrounded, as torch's operators do here; None: their bits are others."""
     if _sweep is not None and dtype in _TYPES:
-        for fused in (True, False):
-            if _sweep.variant(fused) is not None and _agrees(method, dtype, fused=fused):
+        # Numbers of 16 bits are computed with as float32, and rounded so much that a small example says little.
+        for fused in (True, False) if dtype is not torch.bfloat16 else (_kernel(method, torch.float32),):
+            if fused is not None and _sweep.variant(fused) is not None and _agrees(method, dtype, fused=fused):
                 return fused
     return None
 
@@ -332,36 +348,40 @@ def roots_agree(dtype: torch.dtype) -> bool:
 # -- by torch's operators
 
 
-def _pieces(parameter: SweptParameter) -> Iterator[SweptParameter]:
+def _pieces(p: SweptParameter) -> Iterator[SweptParameter]:
     """The parameter in pieces that fit into the cache, where it can be divided."""
-    tensors = parameter.tensors()
-    on_host = parameter.weights.device.type == "cpu"
-    if not on_host or parameter.weights.numel() <= _PIECE or not all(t.is_contiguous() for t in tensors):
-        yield parameter
+    tensors = p.tensors()
+    on_host = p.weights.device.type == "cpu"
+    if not on_host or p.weights.numel() <= _PIECE or not all(t.is_contiguous() for t in tensors):
+        yield p
         return
-    for start in range(0, parameter.weights.numel(), _PIECE):
+    for start in range(0, p.weights.numel(), _PIECE):
         part = slice(start, start + _PIECE)
 
         def cut(tensor: Tensor | None, part: slice = part) -> Tensor | None:
             return None if tensor is None else tensor.detach().view(-1)[part]
 
-        weights = cut(parameter.weights)
+        weights = cut(p.weights)
         assert weights is not None
         yield SweptParameter(
             weights,
-            cut(parameter.gradient),
-            tuple(cut(tensor) for tensor in parameter.state),
-            cut(parameter.copy),
-            cut(parameter.own),
-            parameter.acts,
-            parameter.settle,
-            parameter.ahead,
+            cut(p.gradient),
+            tuple(cut(tensor) for tensor in p.state),
+            cut(p.copy),
+            cut(p.own),
+            p.acts,
+            p.settle,
+            p.ahead,
+            source=cut(p.source),
+            point=cut(p.point),
         )
 
 
 def _act(p: SweptParameter) -> None:
     if Act.SETTLE in p.acts:
         assert p.gradient is not None and p.settle is not None
+        if p.source is not None:
+            p.weights.copy_(p.source)
         _step(p.weights, p.gradient * p.settle.factor, p.state, p.settle, keeps=True)
     if Act.CLEAR in p.acts:
         assert p.gradient is not None
@@ -369,8 +389,10 @@ def _act(p: SweptParameter) -> None:
     if Act.AHEAD in p.acts:
         assert p.ahead is not None and p.copy is not None
         own = torch.zeros_like(p.weights) if p.own is None else p.own * p.ahead.factor
+        point = p.weights if p.point is None else p.point
         p.copy.copy_(p.weights)
-        _step(p.weights, own, p.state, p.ahead, keeps=False)
+        point.copy_(p.weights)
+        _step(point, own, p.state, p.ahead, keeps=False)
     elif Act.COPY in p.acts:
         assert p.copy is not None
         p.copy.copy_(p.weights)

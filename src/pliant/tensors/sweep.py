@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence, ValuesView
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -33,6 +34,35 @@ _OTHERWISE = ("foreach", "fused", "capturable", "differentiable")
 """Flags of a parameter group that ask for another implementation than the one that is followed here."""
 _SCALED_INSIDE = ("grad_scale", "found_inf")
 """Attributes by which a gradient scaler tells an optimizer what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSweep:
+    """An update of ``factor`` times these gradients."""
+
+    gradients: Sequence[Tensor | None]
+    """by parameter"""
+    present: int
+    """bitmap of the parameters that have one; the others are left as they are"""
+    hyper: Hyper
+    factor: float = 1.0
+    clears: bool = False
+    """all gradients are set to zero"""
+
+
+@dataclass(frozen=True, slots=True)
+class LookAheadSweep:
+    """A step to where ``scale`` times this worker's own gradients would lead."""
+
+    copies: Mapping[int, Tensor]
+    """by parameter: where the plain weights are kept"""
+    present: int | None
+    """bitmap of the parameters that have an own gradient; the others stay. None: this worker has contributed nothing,
+    a gradient of zero"""
+    hyper: Hyper
+    own: Sequence[Tensor | None] | None = None
+    """None: they are parked where what is looked for is not: in the copies, or in a model that is away"""
+    scale: float = 1.0
 
 
 class Agreement(Enum):
@@ -88,66 +118,41 @@ class Sweeps:
         )
 
     @torch.no_grad()
-    def settle(
-        self,
-        gradients: Sequence[Tensor | None],
-        present: int,
-        hyper: Hyper,
-        *,
-        factor: float = 1.0,
-        clears: bool = False,
-    ) -> bool:
-        """Make the update of ``factor`` times these gradients; False: nothing was done, ``optimizer.step()`` has to.
+    def settle(self, update: UpdateSweep, away: Mapping[int, Tensor] | None = None) -> bool:
+        """Make an update; False: nothing was done, ``optimizer.step()`` has to.
 
-        ``present``: bitmap of the parameters that have one; the others are left as they are. ``clears``: the gradients
-        are set to zero.
+        ``away``: the model is at the look-ahead point, or holds anything; its plain weights are here. It holds them
+        afterwards.
         """
-        planned = self._settling(gradients, present, hyper, factor, clears=clears) if self.settles else None
+        copies = away or {}
+        planned = self._settling(update, sources=copies) if self.settles else None
         if planned is None:
             return False
+        for _, index, p in self._swept():
+            if index in copies:
+                each = planned.setdefault(index, SweptParameter(p))
+                if Act.SETTLE not in each.acts:
+                    each.weights, each.copy, each.acts = copies[index], p, each.acts | Act.COPY
         self._run(planned.values())
         return True
 
     @torch.no_grad()
-    def ahead(
-        self,
-        copies: Mapping[int, Tensor],
-        present: int | None,
-        hyper: Hyper,
-        *,
-        own: Sequence[Tensor | None] | None = None,
-        scale: float = 1.0,
-    ) -> None:
-        """Put the plain weights into ``copies`` and move the model to the look-ahead point.
-
-        That is where ``scale`` times this worker's own gradients would lead. ``own`` None: the copies hold them, and
-        are written over. ``present``: bitmap of the parameters that have one; the others stay. None: this worker has
-        contributed nothing, a gradient of zero.
-        """
+    def ahead(self, step: LookAheadSweep) -> None:
+        """Put the plain weights into the copies and move the model, which holds them, to the look-ahead point."""
         planned: dict[int, SweptParameter] = {}
-        self._looking_ahead(planned, copies, present, hyper, own, scale)
+        self._looking_ahead(planned, step, away=False)
         self._run(planned.values())
 
     @torch.no_grad()
-    def settle_and_look_ahead(
-        self,
-        gradients: Sequence[Tensor | None],
-        present: int,
-        hyper: Hyper,
-        copies: Mapping[int, Tensor],
-        own_present: int | None,
-        own_hyper: Hyper,
-        *,
-        factor: float = 1.0,
-        clears: bool = False,
-        own: Sequence[Tensor | None] | None = None,
-        scale: float = 1.0,
-    ) -> bool:
-        """``settle``, and then ``ahead``, in one pass; False: nothing was done."""
-        planned = self._settling(gradients, present, hyper, factor, clears=clears) if self.settles else None
+    def settle_and_look_ahead(self, update: UpdateSweep, step: LookAheadSweep, *, away: bool = False) -> bool:
+        """Both in one pass; False: nothing was done.
+
+        ``away``: the copies hold the plain weights already, and the model may hold anything, or the parked gradients.
+        """
+        planned = self._settling(update, weights=step.copies if away else {}) if self.settles else None
         if planned is None:
             return False
-        self._looking_ahead(planned, copies, own_present, own_hyper, own, scale)
+        self._looking_ahead(planned, step, away=away)
         self._run(planned.values())
         return True
 
@@ -162,54 +167,55 @@ class Sweeps:
                     yield number, index, p
 
     def _settling(
-        self, gradients: Sequence[Tensor | None], present: int, hyper: Hyper, factor: float, *, clears: bool
+        self,
+        update: UpdateSweep,
+        *,
+        sources: Mapping[int, Tensor] | None = None,
+        weights: Mapping[int, Tensor] | None = None,
     ) -> dict[int, SweptParameter] | None:
-        """What an update does to each parameter; None: one of them is left to ``optimizer.step()``."""
+        """What an update does to each parameter; None: one of them is left to ``optimizer.step()``.
+
+        ``sources``, ``weights``: where it leads from and to, for those that are not in the model.
+        """
         planned: dict[int, SweptParameter] = {}
-        rows = _Rows(self._optimizer, hyper, factor)
+        rows = _Rows(self._optimizer, update.hyper, update.factor)
         for number, index, p in self._swept():
-            gradient = gradients[index]
-            if gradient is None or not present >> index & 1:
-                if gradient is not None and clears:
-                    planned[index] = SweptParameter(p, gradient, acts=Act.CLEAR)
+            gradient = update.gradients[index]
+            plain = (weights or {}).get(index, p)
+            if gradient is None or not update.present >> index & 1:
+                if gradient is not None and update.clears:
+                    planned[index] = SweptParameter(plain, gradient, acts=Act.CLEAR)
                 continue
             state = self._optimizer.state.get(p, {})
             kept = _state(self._optimizer, self._optimizer.param_groups[number], state)
             # The first update of a parameter also makes its state: that is the optimizer's.
             if kept is None or p.device.type != "cpu" or p.is_complex():
                 return None
-            acts = Act.SETTLE | (Act.CLEAR if clears else Act.NONE)
-            planned[index] = SweptParameter(
-                p, gradient, kept, acts=acts, settle=rows.numbers(number, state, 1), counter=state.get("step")
-            )
+            each = planned[index] = SweptParameter(plain, gradient, kept)
+            each.acts = Act.SETTLE | (Act.CLEAR if update.clears else Act.NONE)
+            each.settle, each.counter = rows.numbers(number, state, 1), state.get("step")
+            each.source = (sources or {}).get(index)
         return planned
 
-    def _looking_ahead(
-        self,
-        planned: dict[int, SweptParameter],
-        copies: Mapping[int, Tensor],
-        present: int | None,
-        hyper: Hyper,
-        own: Sequence[Tensor | None] | None,
-        scale: float,
-    ) -> None:
+    def _looking_ahead(self, planned: dict[int, SweptParameter], step: LookAheadSweep, *, away: bool) -> None:
         """Add the look-ahead steps to what is done to each parameter."""
-        rows = _Rows(self._optimizer, hyper, scale)
+        rows = _Rows(self._optimizer, step.hyper, step.scale)
         for number, index, p in self._swept():
-            copy = copies.get(index)
+            copy = step.copies.get(index)
             if copy is None:
                 continue
-            each = planned.setdefault(index, SweptParameter(p))
-            each.copy = copy
+            each = planned.setdefault(index, SweptParameter(copy if away else p))
             state = self._optimizer.state.get(p, {})
-            kept = _state(self._optimizer, self._optimizer.param_groups[number], state)
-            if not (bool(present >> index & 1) if present is not None else _begun(self._optimizer, state)):
+            has_own = step.present is not None and bool(step.present >> index & 1)
+            if not has_own and not (step.present is None and _begun(self._optimizer, state)):
                 # An optimizer skips a parameter without a gradient; so does the look-ahead step.
-                each.acts |= Act.COPY
+                each.copy, each.acts = (p if away else copy), each.acts | Act.COPY
                 continue
+            each.copy, each.point = copy, p
             each.acts |= Act.AHEAD
-            each.own = None if present is None else copy if own is None else own[index]
-            each.state = kept or ()
+            parked = p if away else copy
+            each.own = None if not has_own else parked if step.own is None else step.own[index]
+            each.state = _state(self._optimizer, self._optimizer.param_groups[number], state) or ()
             each.ahead = rows.numbers(number, state, 2 if Act.SETTLE in each.acts else 1)
 
     def _run(self, planned: ValuesView[SweptParameter]) -> None:
@@ -310,7 +316,7 @@ def _trained(kind: Any, dtype: torch.dtype, settings: dict[str, Any], *, by_swee
     with torch.no_grad():
         for gradient in gradients:
             p.grad = gradient.detach()
-            planned = sweeps._settling([p.grad], 1, [{}], 1.0, clears=False) if by_sweep else None
+            planned = sweeps._settling(UpdateSweep([p.grad], 1, [{}])) if by_sweep else None
             if planned is None:
                 # Also the first, which makes the state.
                 step(optimizer)
