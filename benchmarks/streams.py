@@ -28,7 +28,7 @@ def moved(parameters: Iterable[SweptParameter]) -> int:
 
 def streams(p: SweptParameter) -> int:
     """Reads and writes of one parameter's memory in a sweep."""
-    settles, looks, copies = (act in p.acts for act in (Act.SETTLE, Act.AHEAD, Act.COPY))
+    settles, looks, copies = (p.acts & act for act in (Act.SETTLE, Act.AHEAD, Act.COPY))
     weights, read, written = p.weights.data_ptr(), set[int](), set[int]()
     if settles:
         read |= _places(p.gradient, *p.state, p.weights if p.source is None else p.source)
@@ -39,7 +39,7 @@ def streams(p: SweptParameter) -> int:
     if copies:
         read |= set[int]() if settles else {weights}
         written |= _places(p.copy)
-    if Act.CLEAR in p.acts:
+    if p.acts & Act.CLEAR:
         written |= _places(p.gradient)
     return len(read) + len(written)
 

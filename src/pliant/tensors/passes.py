@@ -12,7 +12,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Flag
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -38,8 +37,8 @@ _NONE, _PLAIN, _NESTEROV = range(3)
 _COUPLED, _DECOUPLED = 1, 2
 
 
-class Act(Flag):
-    """What is done to a parameter, in this order; the values are the kernel's."""
+class Act:
+    """What is done to a parameter, in this order; bits of a whole number, as the kernel reads it."""
 
     NONE = 0
     SETTLE = 1
@@ -133,12 +132,12 @@ class SweptParameter:
     """the plain weights after the update"""
     gradient: Tensor | None = None
     """what is settled"""
-    state: tuple[Tensor | None, ...] = ()
+    state: tuple[Tensor, ...] = ()
     """the momentum; or first moment, second moment, its maximum. Empty in a look-ahead step: nothing is kept yet"""
     copy: Tensor | None = None
     own: Tensor | None = None
     """the gradient of the look-ahead step; None: zero"""
-    acts: Act = Act.NONE
+    acts: int = Act.NONE
     settle: Numbers | None = None
     ahead: Numbers | None = None
     counter: Tensor | None = None
@@ -153,15 +152,14 @@ class SweptParameter:
         some = (self.weights, self.gradient, *self.state, self.copy, self.own, self.source, self.point)
         return [tensor for tensor in some if tensor is not None]
 
-    def written(self) -> Iterator[Tensor]:
+    def written(self) -> list[Tensor]:
         """Those that are not merely Pliant's own."""
-        if Act.SETTLE in self.acts:
-            yield self.weights
-            yield from (tensor for tensor in self.state if tensor is not None)
-        if Act.AHEAD in self.acts:
-            yield self.weights if self.point is None else self.point
-        if self.copy is not None:
-            yield self.copy
+        found = [] if self.copy is None else [self.copy]
+        if self.acts & Act.SETTLE:
+            found += [self.weights, *self.state]
+        if self.acts & Act.AHEAD:
+            found.append(self.weights if self.point is None else self.point)
+        return found
 
 
 @torch.no_grad()
@@ -220,13 +218,19 @@ def park(gradients: Sequence[Tensor], copies: Sequence[Tensor] | None = None, *,
 def _is_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether element i in memory is the same one in all of them, with nothing else between."""
     first = tensors[0]
-    contiguous, count, dtype = first.is_contiguous(), first.numel(), first.dtype
+    count, dtype, contiguous = first.numel(), first.dtype, first.is_contiguous()
     for t in tensors:
-        if t.dtype is not dtype or t.device.type != "cpu" or t.numel() != count or type(t) not in (Tensor, Parameter):
+        if type(t) not in _KNOWN or not t.is_cpu or t.layout is not torch.strided:
             return False
-        if t.layout is not torch.strided or not (t.is_contiguous() if contiguous else t.stride() == first.stride()):
+        if t.dtype is not dtype or t.numel() != count:
+            return False
+        if not (t.is_contiguous() if contiguous else t.stride() == first.stride()):
             return False
     return contiguous or is_dense(first)
+
+
+_KNOWN = (Tensor, Parameter)
+"""Other classes may not have their elements in memory."""
 
 
 def is_dense(p: Tensor) -> bool:
@@ -242,25 +246,35 @@ def is_dense(p: Tensor) -> bool:
 def _sweep_all(parameters: Sequence[SweptParameter], method: int, dtype: torch.dtype, *, fused: bool) -> None:
     assert _sweep is not None
     table, numbers = array("q"), array("d")
-    rows: dict[Numbers | None, int] = {}
+    rows: dict[int, int] = {}
     written: list[Tensor] = []
     for each in parameters:
         for row in (each.settle, each.ahead):
-            if row not in rows:
-                rows[row] = len(rows)
+            if id(row) not in rows:
+                rows[id(row)] = len(rows)
                 numbers.extend(_padded(row, dtype))
-        first, second, third = (*each.state, None, None, None)[:3]
-        source, point = each.source, each.point
+        state = [*map(Tensor.data_ptr, each.state), 0, 0, 0][:3]
+        weights = each.weights.data_ptr()
         table.extend((
-            each.weights.numel(), each.acts.value, each.weights.data_ptr(),
-            _address(each.weights if source is None else source), _address(each.weights if point is None else point),
-            _address(each.gradient), _address(first), _address(second), _address(third), _address(each.copy),
-            _address(each.own), rows[each.settle], rows[each.ahead],
+            each.weights.numel(), each.acts, weights,
+            weights if each.source is None else each.source.data_ptr(),
+            weights if each.point is None else each.point.data_ptr(),
+            _address(each.gradient), *state, _address(each.copy), _address(each.own),
+            rows[id(each.settle)], rows[id(each.ahead)],
         ))  # fmt: skip
         written += each.written()
     _sweep.sweep(method, _TYPES[dtype], fused, torch.get_num_threads(), 1.0, table, numbers)
-    for tensor in written:
-        increment_version(tensor)
+    _note_changes(written)
+
+
+def _note_changes(tensors: list[Tensor]) -> None:
+    """Tell autograd that these were changed in place."""
+    try:
+        increment_version(tensors)
+    except TypeError:
+        # Before torch 2.7 it takes one at a time.
+        for tensor in tensors:
+            increment_version(tensor)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -358,71 +372,71 @@ def _pieces(p: SweptParameter) -> Iterator[SweptParameter]:
     for start in range(0, p.weights.numel(), _PIECE):
         part = slice(start, start + _PIECE)
 
-        def cut(tensor: Tensor | None, part: slice = part) -> Tensor | None:
-            return None if tensor is None else tensor.detach().view(-1)[part]
+        def cut(tensor: Tensor, part: slice = part) -> Tensor:
+            return tensor.detach().view(-1)[part]
 
-        weights = cut(p.weights)
-        assert weights is not None
+        def maybe(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else cut(tensor)
+
         yield SweptParameter(
-            weights,
-            cut(p.gradient),
-            tuple(cut(tensor) for tensor in p.state),
-            cut(p.copy),
-            cut(p.own),
+            cut(p.weights),
+            maybe(p.gradient),
+            tuple(map(cut, p.state)),
+            maybe(p.copy),
+            maybe(p.own),
             p.acts,
             p.settle,
             p.ahead,
-            source=cut(p.source),
-            point=cut(p.point),
+            source=maybe(p.source),
+            point=maybe(p.point),
         )
 
 
 def _act(p: SweptParameter) -> None:
-    if Act.SETTLE in p.acts:
+    if p.acts & Act.SETTLE:
         assert p.gradient is not None and p.settle is not None
         if p.source is not None:
             p.weights.copy_(p.source)
         _step(p.weights, p.gradient * p.settle.factor, p.state, p.settle, keeps=True)
-    if Act.CLEAR in p.acts:
+    if p.acts & Act.CLEAR:
         assert p.gradient is not None
         p.gradient.zero_()
-    if Act.AHEAD in p.acts:
+    if p.acts & Act.AHEAD:
         assert p.ahead is not None and p.copy is not None
         own = torch.zeros_like(p.weights) if p.own is None else p.own * p.ahead.factor
         point = p.weights if p.point is None else p.point
         p.copy.copy_(p.weights)
         point.copy_(p.weights)
         _step(point, own, p.state, p.ahead, keeps=False)
-    elif Act.COPY in p.acts:
+    elif p.acts & Act.COPY:
         assert p.copy is not None
         p.copy.copy_(p.weights)
 
 
-def _step(
-    weights: Tensor, gradient: Tensor, state: tuple[Tensor | None, ...], numbers: Numbers, *, keeps: bool
-) -> None:
+def _step(weights: Tensor, gradient: Tensor, state: tuple[Tensor, ...], numbers: Numbers, *, keeps: bool) -> None:
     """One step of an optimizer, with the operators that it uses; ``keeps``: its state moves, too."""
-    kept = [tensor.detach() for tensor in state if tensor is not None]
-    weights = weights.detach()
+    kept = [tensor.detach() for tensor in state]
     if isinstance(numbers, SgdNumbers):
-        _sgd(weights, gradient, kept if keeps else [tensor.clone() for tensor in kept], numbers)
+        _sgd(weights.detach(), gradient, kept, numbers, keeps=keeps)
         return
-    if not kept:
-        kept = [torch.zeros_like(weights) for _ in range(2 + numbers.amsgrad)]
-    _adam(weights, gradient, kept if keeps else [tensor.clone() for tensor in kept], numbers)
+    zeroes = [torch.zeros_like(weights) for _ in range(0 if kept else 2 + numbers.amsgrad)]
+    _adam(weights.detach(), gradient, kept or zeroes, numbers, keeps=keeps)
 
 
-def _sgd(weights: Tensor, gradient: Tensor, state: list[Tensor], n: SgdNumbers) -> None:
+def _sgd(weights: Tensor, gradient: Tensor, state: list[Tensor], n: SgdNumbers, *, keeps: bool) -> None:
     if n.decay:
         _add(gradient, weights, n.decay)
     if n.kind != _NONE:
         # Without a buffer the gradient itself becomes one.
-        buffer = _add(state[0].mul_(n.momentum), gradient, n.incoming) if state else gradient
-        gradient = _add(gradient.clone(), buffer, n.nesterov) if n.kind == _NESTEROV else buffer
+        buffer = gradient
+        if state:
+            faded = state[0].mul_(n.momentum) if keeps else state[0] * n.momentum
+            buffer = _add(faded, gradient, n.incoming)
+        gradient = _add(gradient, buffer, n.nesterov) if n.kind == _NESTEROV else buffer
     _add(weights, gradient, n.rate)
 
 
-def _adam(weights: Tensor, gradient: Tensor, state: list[Tensor], n: AdamNumbers) -> None:
+def _adam(weights: Tensor, gradient: Tensor, state: list[Tensor], n: AdamNumbers, *, keeps: bool) -> None:
     if weights.is_complex():
         weights, gradient = torch.view_as_real(weights), torch.view_as_real(gradient)
         state = [torch.view_as_real(tensor) for tensor in state]
@@ -431,10 +445,11 @@ def _adam(weights: Tensor, gradient: Tensor, state: list[Tensor], n: AdamNumbers
         weights.mul_(n.shrink)
     elif n.kind == _COUPLED:
         _add(gradient, weights, n.decay)
-    first.lerp_(gradient, n.weight)
-    second.mul_(n.beta2).addcmul_(gradient, gradient, value=n.incoming)
+    first = first.lerp_(gradient, n.weight) if keeps else first.lerp(gradient, n.weight)
+    second = second.mul_(n.beta2) if keeps else second * n.beta2
+    second.addcmul_(gradient, gradient, value=n.incoming)
     if n.amsgrad:
-        second = torch.maximum(largest[0], second, out=largest[0])
+        second = torch.maximum(largest[0], second, out=largest[0] if keeps else None)
     weights.addcdiv_(first, _root(second).div_(n.correction).add_(n.eps), value=n.rate)
 
 

@@ -131,7 +131,7 @@ class Sweeps:
         for _, index, p in self._swept():
             if index in copies:
                 each = planned.setdefault(index, SweptParameter(p))
-                if Act.SETTLE not in each.acts:
+                if not each.acts & Act.SETTLE:
                     each.weights, each.copy, each.acts = copies[index], p, each.acts | Act.COPY
         self._run(planned.values())
         return True
@@ -211,16 +211,16 @@ class Sweeps:
                 # An optimizer skips a parameter without a gradient; so does the look-ahead step.
                 each.copy, each.acts = (p if away else copy), each.acts | Act.COPY
                 continue
-            each.copy, each.point = copy, p
+            each.copy, each.point = copy, p if away else None
             each.acts |= Act.AHEAD
             parked = p if away else copy
             each.own = None if not has_own else parked if step.own is None else step.own[index]
             each.state = _state(self._optimizer, self._optimizer.param_groups[number], state) or ()
-            each.ahead = rows.numbers(number, state, 2 if Act.SETTLE in each.acts else 1)
+            each.ahead = rows.numbers(number, state, 2 if each.acts & Act.SETTLE else 1)
 
     def _run(self, planned: ValuesView[SweptParameter]) -> None:
         passes.run(planned)
-        if "step" in self._optimizer.__dict__ and any(Act.SETTLE in each.acts for each in planned):
+        if "step" in self._optimizer.__dict__ and any(each.acts & Act.SETTLE for each in planned):
             # As the scheduler's function notes it.
             self._optimizer.__dict__["_opt_called"] = True
 
