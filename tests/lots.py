@@ -26,11 +26,11 @@ UNKNOWN_S = 30
 SECONDS = {
     "contract": 53,
     "core": 37,
-    "docs": 32,
+    "docs": 40,
     "fuzz": 11,
     "habits": 95,
     "lab": 3,
-    "numerics": 58,
+    "numerics": 80,
     "process/test_agents.py": 43,
     "process/test_audited_end.py": 5,
     "process/test_bad_input.py": 118,

@@ -284,8 +284,9 @@ _SETTINGS: dict[type[Optimizer], tuple[dict[str, Any], ...]] = {
     Adam: ({"weight_decay": 0.01, "amsgrad": True}, {"betas": (0.4, 0.9), "maximize": True}),
     AdamW: ({}, {"amsgrad": True, "maximize": True}),
 }
-_STEPS, _COUNT = 3, 2053
-"""Updates of an example, and its elements: no multiple of a vector's width, and enough that some round differently."""
+_STEPS, _COUNT = 3, 1997
+"""Updates of an example, and its elements: no multiple of a vector's width, enough that some round differently, and too
+few for torch to wake its threads."""
 _BOUND = 8
 """Most that the rounding of single operators makes up, in units of the largest weight's last place."""
 
