@@ -466,11 +466,17 @@ def test_hooks_are_the_optimizers(kind: Any) -> None:
 
 def test_but_for_pliants_own() -> None:
     optimizer, _ = begun()
-    hook = optimizer.register_step_pre_hook(lambda *_: None)
-    sweeps = sweeps_for(optimizer, optimizer.param_groups[0]["params"], [hook.id])
-    assert sweeps is not None and settles(sweeps)
-    optimizer.register_step_pre_hook(lambda *_: None)
-    assert not settles(sweeps)
+
+    def mine(*_: Any) -> None: ...
+
+    sweeps = sweeps_for(optimizer, optimizer.param_groups[0]["params"], lambda hook: hook is mine)
+    assert sweeps is not None
+    for register in (optimizer.register_step_pre_hook, register_optimizer_step_pre_hook):
+        own, other = register(mine), register(lambda *_: None)
+        assert not settles(sweeps)
+        other.remove()
+        assert settles(sweeps)
+        own.remove()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ Source    torch/optim/sgd.py, torch/optim/adam.py; docs/design/0025-sweeps.md.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -76,21 +76,27 @@ class Agreement(Enum):
     """this is another formula"""
 
 
-def sweeps_for(optimizer: Optimizer, parameters: Sequence[Tensor], own_hooks: Collection[int] = ()) -> Sweeps | None:
+Hook = Callable[..., Any]
+
+
+def sweeps_for(
+    optimizer: Optimizer, parameters: Sequence[Tensor], is_own: Callable[[Hook], bool] = lambda hook: False
+) -> Sweeps | None:
     """The sweeps over ``parameters`` (in the order of bitmaps); None: this optimizer's formula is not known.
 
-    ``own_hooks``: ids of hooks before its step that need not be called, because they are Pliant's own.
+    ``is_own``: whether a hook before its step, or before all optimizers', is Pliant's and does nothing for its updates.
     """
-    return Sweeps(optimizer, parameters, own_hooks) if type(optimizer) in (SGD, Adam, AdamW) else None
+    return Sweeps(optimizer, parameters, is_own) if type(optimizer) in (SGD, Adam, AdamW) else None
 
 
 class Sweeps:
     """What is done to all parameters of one optimizer at once."""
 
-    def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], own_hooks: Collection[int] = ()) -> None:
+    def __init__(
+        self, optimizer: Optimizer, parameters: Sequence[Tensor], is_own: Callable[[Hook], bool] = lambda hook: False
+    ) -> None:
         self._optimizer = optimizer
-        self._parameters = parameters
-        self._own_hooks = frozenset(own_hooks)
+        self._is_own = is_own
         self._index = {id(p): index for index, p in enumerate(parameters)}
         self._dtypes = {p.dtype for p in parameters}
 
@@ -109,10 +115,10 @@ class Sweeps:
         return (
             # torch's schedulers put a function in its place, which notes that it was called.
             (step is None or (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step))
-            and not optimizers._global_optimizer_pre_hooks
+            and all(map(self._is_own, optimizers._global_optimizer_pre_hooks.values()))
+            and all(map(self._is_own, optimizer._optimizer_step_pre_hooks.values()))
             and not optimizers._global_optimizer_post_hooks
             and not optimizer._optimizer_step_post_hooks
-            and self._own_hooks.issuperset(optimizer._optimizer_step_pre_hooks)
             and not any(getattr(optimizer, name, None) is not None for name in _SCALED_INSIDE)
             and not any(_is_special(group) for group in optimizer.param_groups)
         )
