@@ -8,7 +8,9 @@ STAMP  := $(VENV)/.complete
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+COMPILED := setup.py $(wildcard src/pliant/tensors/_sweep*.[ch])
+
+$(STAMP): pyproject.toml constraints.txt $(COMPILED)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[demo,tls,tensorboard,bench,dev]"
@@ -86,4 +88,4 @@ format: venv
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis runs
+	rm -rf $(VENV) build dist src/*.egg-info src/pliant/tensors/*.so .pytest_cache .ruff_cache .hypothesis runs

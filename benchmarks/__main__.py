@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import checkpointing, coordinating, harvest, journaling, limits, overhead, report
+from benchmarks import checkpointing, coordinating, harvest, journaling, limits, overhead, report, sweeping
 from benchmarks.chaos import schedule as chaos
 from benchmarks.convergence import plot
 from benchmarks.convergence import schedule as convergence
@@ -206,6 +206,14 @@ def _limited(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, 
     return Results("limits", arguments.quick, facts, trials=trials), asked
 
 
+def _swept(arguments: argparse.Namespace, say: harvest.Say) -> tuple[Results, frozenset[str]]:
+    rules = sweeping.selection(arguments.only)
+    results = Results("sweeps", arguments.quick, _one_thread())
+    repeats = sweeping.QUICK if arguments.quick else sweeping.FULL
+    trials = sweeping.measure(repeats, rules, say, _keeper(arguments, results))
+    return replace(results, trials=tuple(trials)), frozenset({*sweeping.SYSTEMS, *sweeping.ACTS, *rules})
+
+
 def _keeper(arguments: argparse.Namespace, results: Results) -> Callable[[tuple[Trial, ...]], None]:
     """Writes what there is after every repeat: the file of a run that is ended early holds the repeats before."""
 
@@ -239,6 +247,7 @@ MEASURES = {
     "checkpoints": _saved,
     "coordinator": _coordinated,
     "limits": _limited,
+    "sweeps": _swept,
 }
 
 

@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 from rich.table import Table
 
-from benchmarks import reliability
+from benchmarks import reliability, sweeping
 from benchmarks.chaos import tables as chaos
 from benchmarks.convergence import tables as convergence
 from benchmarks.judge import Verdict, harvest_of, judge, middle, read_targets
@@ -239,6 +239,8 @@ def sheets(results: Results) -> list[Sheet]:
         return chaos.sheets(results)
     if results.benchmark in reliability.SHEETS:
         return reliability.SHEETS[results.benchmark](results)
+    if results.benchmark == "sweeps":
+        return sweeping.sheets(results)
     if results.benchmark in lab.SHEETS:
         return lab.SHEETS[results.benchmark](results)
     return _overhead_sheets(results) + _memory_sheets(results) + _statistics_sheets(results)

@@ -1,0 +1,6 @@
+from array import array
+
+def sweep(
+    method: int, type: int, fused: bool, threads: int, factor: float, table: array[int], numbers: array[float], /
+) -> float: ...
+def variant(fused: bool, /) -> str | None: ...
