@@ -169,6 +169,7 @@ def measure(repeats: int, rules: frozenset[str], say: Say, keep: Callable[[tuple
         if passes._sweep is None:
             reason = "the extension is not built: pip install -e . with a C compiler"
             trials += [Trial("pliant", rule, act, 0, failure=reason) for act in ACTS]
+            keep(tuple(trials))
         for way in compared:
             ms = median(t.figures["ms"] for t in trials if (t.system, t.model, t.act) == (way.system, rule, way.act))
             say(f"{rule}  {SYSTEMS[way.system]}, {ACTS[way.act]}: {ms:.1f} ms, {way.streams:.0f} streams")
