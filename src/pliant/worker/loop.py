@@ -322,6 +322,8 @@ class Worker:
         """Leave: the run is over, and this worker does not hold the final state."""
         self._member.witness.confirmed()
         self._enrolment.send_lines_again()
+        # A worker that has said goodbye is not missed: if it dies now, no operation of the others may depend on it.
+        self._channels.close()
         self._enrolment.finish(left=True, over=True)
         raise Left
 

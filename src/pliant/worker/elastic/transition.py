@@ -102,6 +102,8 @@ class EraTransition:
     def _depart(self) -> None:
         """Leave: this worker was asked to, and is not on the new roster."""
         self._lookout.wait_blindly(lambda: self._channels.ended, _FAREWELL_S)
+        # A worker that has said goodbye is not missed: if it dies now, no operation of the others may depend on it.
+        self._channels.close()
         self._enrolment.finish(left=True)
         raise Left
 
