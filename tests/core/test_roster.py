@@ -521,6 +521,20 @@ def test_it_counts_how_long_the_others_have_waited() -> None:
     assert not of(BreakEra, beats(world, 4.5, WAITS, SLOW, SLOW, SLOW))
 
 
+def test_a_slow_one_that_gets_on_is_waited_for() -> None:
+    """Its share is large: it draws a micro-batch every three seconds, and another one waits for all of them."""
+    world = World().started(2)
+    start_s = world.now_s
+    for tenth in range(1, 150):
+        world.now_s = start_s + 0.1 * tenth
+        waits = Heartbeat(WorkerId("w0"), 1, 7, active=True, exchange=3, waiting=True, lasts_s=0.1 * tenth)
+        draws = Heartbeat(
+            WorkerId("w1"), 1, tenth // 30, active=True, exchange=3, usual_s=0.1, lasts_s=0.1 * (tenth % 30)
+        )
+        assert not of(BreakEra, world.feed(waits, draws))
+    assert of(BreakEra, beats(world, 5.5, WAITS, SLOW))
+
+
 def test_who_holds_nothing_does_not_count_as_waiting() -> None:
     newcomer = WAITS | {"active": False}
     assert not of(BreakEra, beats(World().started(2), 40.0, newcomer, SLOW))

@@ -99,7 +99,11 @@ def judged(state: Roster, all_: GroupProgress, member: EraMember, now_s: float) 
     lasts_s = now_s - member.progress_s
     if not member.busy and min(lasts_s, now_s - all_.since_s) > state.hung_after_s:
         return SlownessVerdict.HUNG
-    if now_s - all_.computing_since_s <= _patience_s(state, member) or all_.members <= state.rules.min_workers:
+    waited_s = now_s - all_.computing_since_s
+    if not member.busy:
+        # A slow worker that gets on is waited for, however long its share takes it.
+        waited_s = min(waited_s, lasts_s)
+    if waited_s <= _patience_s(state, member) or all_.members <= state.rules.min_workers:
         # Second condition: without it there would be fewer workers than --min-workers.
         return SlownessVerdict.GOES_ON
     return SlownessVerdict.LEFT_OUT if _pays(all_, member, lasts_s) else SlownessVerdict.GOES_ON
