@@ -188,7 +188,7 @@ class Spare:
         self.training = training_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
         self.lines: list[Line] = []
         self.served: Any = None
-        state = {"state": {"updates": 3}}
+        state = self.state = {"state": {"updates": 3}}
         me, donor = WorkerId("w2"), SimpleNamespace(pending=True, address="", serve=self._serve, close=lambda: None)
         self.reception = Reception(lambda: me, self.training, state, self._connect, lambda text: None)
         self.users_state = UserState(lambda: me, self.training, state, self.reception, shared=True)
@@ -251,6 +251,20 @@ def test_who_leaves_hands_its_state_on_unless_somebody_is_ahead_now(spare: Spare
     spare.donor.serve(ahead)
     with pytest.raises(LookupError, match="newer"):
         spare.served([STATE], 41)
+
+
+def test_a_copy_that_was_kept_is_there_after_the_loop_has_ended_with_the_next_update(spare: Spare) -> None:
+    """The one that asks has not settled that update. With the end of the loop none lacks anything any more."""
+    state, ended = spare.state["state"], replace(spare.before, exchange=34, open=())
+    spare.users_state.keep_for_latecomers(33, may_ask=True)
+    state["updates"] += 1
+    spare.users_state.keep_for_latecomers(34, may_ask=False)
+    spare.donor.serve(ended)
+    assert spare.served([STATE], 33)[STATE]["updates"] == 3
+    # After the next exchange none is left that might ask for it.
+    spare.users_state.keep_for_latecomers(35, may_ask=False)
+    spare.donor.serve(replace(ended, exchange=35))
+    assert spare.served([STATE], 33)[STATE]["updates"] == 4
 
 
 class Ready:

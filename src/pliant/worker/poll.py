@@ -82,7 +82,8 @@ class Poller:
         """Serve newcomers and save: the script's code for the last update has run, so that the state is consistent."""
         member = self._member
         if not self.in_hook:
-            member.users_state.keep_for_latecomers(member.group.exchange if self._somebody_lacks_state() else None)
+            exchange = None if member.follows else member.group.exchange
+            member.users_state.keep_for_latecomers(exchange, may_ask=self._somebody_lacks_state())
         if member.donor.wanted:
             if member.follows:
                 member.donor.refuse(member.group)
@@ -95,8 +96,6 @@ class Poller:
     def _somebody_lacks_state(self) -> bool:
         """Whether a member may ask for the user's state of now after this worker has made the next update."""
         member = self._member
-        if member.follows:
-            return False
         if member.fresh or not self.follows_updates or not member.group.open:
             return bool(member.fresh)
         # Members without samples call the functions of ``on_update``, but do not run the code in the loop.

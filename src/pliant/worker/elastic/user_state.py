@@ -179,17 +179,17 @@ class UserState:
         kept = list(self._left.items())[-(DEPTH - 1) :]
         self._left = {**dict(kept), at_end_of(call): users_state_of(self._carried)}
 
-    def keep_for_latecomers(self, exchange: int | None) -> None:
-        """Keep a copy of now for members that have just become active: they may ask after the next update.
+    def keep_for_latecomers(self, exchange: int | None, *, may_ask: bool) -> None:
+        """Keep a copy of now if members ``may_ask`` for it after the next update: they do not run the same code yet.
 
-        ``exchange`` None: there are none.
+        The copy of the exchange before stays as long as that is the last one: a member may still ask for it, although
+        from now on none lacks anything. ``exchange`` None: this worker follows, and keeps nothing.
         """
-        if exchange is None or not self._shared:
-            self._kept = {}
-        elif exchange not in self._kept and self._has_latest:
-            # No member is two exchanges ahead of the one that asks.
-            last = {number: state for number, state in self._kept.items() if number == exchange - 1}
-            self._kept = {**last, exchange: users_state_of(self._carried)}
+        # No member is two exchanges ahead of the one that asks.
+        last = () if exchange is None else (exchange - 1, exchange)
+        self._kept = {number: state for number, state in self._kept.items() if number in last}
+        if exchange is not None and may_ask and self._shared and exchange not in self._kept and self._has_latest:
+            self._kept[exchange] = users_state_of(self._carried)
 
     def keep_before_hooks(self, exchange: int) -> None:
         """Keep a copy of now for members that become active with this update, and call ``on_update`` for it, too."""
