@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from pliant.core.group_state import Policy
 from pliant.errors import UsageError
 from pliant.tensors.process_group import gloo as groups
 from pliant.tensors.process_group import nccl
+from pliant.testing.threads import MemoryStore
 from pliant.worker.elastic.signature import check_device, signature
 from pliant.worker.session import JoinRequest, formed
 
@@ -58,32 +58,13 @@ def test_the_kind_of_device_and_the_software_are_told() -> None:
         assert sys.version.startswith(f"{told.python}.") and told.python.count(".") == 1
 
 
-class Store:
-    """A channel in memory."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-
-    def put(self, attempt: int, key: str, value: bytes) -> None:
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def get(self, attempt: int, key: str, timeout_s: float) -> bytes:
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self._values, timeout_s):
-                raise TimeoutError(key)
-            return self._values[key]
-
-
 def asked(device: str) -> JoinRequest:
     """What a script brings whose model is on that device."""
     return JoinRequest(nn.Linear(1, 1), on(device), Policy(8), {}, {}, lambda members: None)  # type: ignore[arg-type,return-value]
 
 
 def test_a_model_on_the_cpu_gets_a_gloo_group() -> None:
-    store = Store()
+    store = MemoryStore()
 
     def joined(place: int) -> groups.Gloo:
         return formed(store, 1, place, 2, "127.0.0.1", asked("cpu"))

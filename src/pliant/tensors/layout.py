@@ -41,13 +41,13 @@ def view(flat: Tensor, start: int, p: Parameter) -> Tensor:
     """Room for a parameter's gradient, with the strides of the parameter: fused optimizers walk both by memory."""
     # ``.data`` gives each view a version counter of its own; slices of one tensor would share one.
     own = flat.data
-    if _is_dense(p):
+    if is_dense(p):
         # ``as_strided`` counts from the start of the storage, and a large buffer begins later (``allocation.fresh``).
         return own.as_strided(p.size(), p.stride(), own.storage_offset() + start)
     return own[start : start + p.numel()].view_as(p)
 
 
-def _is_dense(p: Tensor) -> bool:
+def is_dense(p: Tensor) -> bool:
     """Whether its elements lie without gaps in memory, in any order."""
     expected = 1
     for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):

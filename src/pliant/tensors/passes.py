@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
+from pliant.tensors.layout import is_dense
+
 try:
     from pliant.tensors import _sweep
 except ImportError:
@@ -231,16 +233,6 @@ def _is_plain(tensors: Sequence[Tensor]) -> bool:
 
 _KNOWN = (Tensor, Parameter)
 """Other classes may not have their elements in memory."""
-
-
-def is_dense(p: Tensor) -> bool:
-    """Whether its elements lie without gaps in memory, in any order."""
-    expected = 1
-    for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _sweep_all(parameters: Sequence[SweptParameter], method: int, dtype: torch.dtype, *, fused: bool) -> None:

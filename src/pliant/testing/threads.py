@@ -32,7 +32,7 @@ from pliant.worker.session import JoinRequest, Session, appointed, formed, taken
 _attempts = itertools.count(1)
 
 
-class _Channel:
+class MemoryStore:
     """A store in memory, shared by all threads."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class _Recorder:
 class Together:
     """One worker's handle inside ``together``: its ``join`` is ``pliant.join`` into the group of threads."""
 
-    def __init__(self, place: int, roster: Sequence[WorkerId], channel: _Channel, attempt: int, pace: float) -> None:
+    def __init__(self, place: int, roster: Sequence[WorkerId], channel: MemoryStore, attempt: int, pace: float) -> None:
         self.place = place
         self.record = WorkerRecord()
         self._roster = tuple(roster)
@@ -132,7 +132,7 @@ def together(
 ) -> list[Any]:
     """Run ``script(handle)`` on each of ``workers`` threads; their results, or the first real error raised."""
     roster = [WorkerId(f"w{place}") for place in range(workers)]
-    channel, attempt, failed = _Channel(), next(_attempts), threading.Event()
+    channel, attempt, failed = MemoryStore(), next(_attempts), threading.Event()
     results: list[Any] = [None] * workers
     errors: list[BaseException] = []
 
